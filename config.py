@@ -1,0 +1,84 @@
+"""Every constant a user may tweak, by room, each with its unit and source.
+
+Rooms read `config.NAME` at call time, so an edit here (or an assignment made before `train.main()`,
+which is what demo.py and the tests do) is all that is ever needed. "article" is the Tournament-GRPO
+article; "authors" is their published code at the commit named in DATA_COMMIT; "ours" is our choice.
+"""
+
+# ---- run -----------------------------------------------------------------------------------------
+RUNS_DIR = "runs"  # one folder per run below it
+SEED = 0  # every random draw derives from it by counter
+STEPS = 20  # article; training steps, counted 1..STEPS
+QUESTIONS_PER_STEP = 8  # article
+K = 8  # trajectories per question (the group); article
+TRACKER = "swanlab"  # swanlab | none; metrics.jsonl is written either way
+PROJECT = "tournament-grpo"  # the tracker's project name
+
+# ---- data (prepare_data.py) ----------------------------------------------------------------------
+DATA_DIR = "data"  # prepared Parquet, the authors' prompt, benchmark files
+TRAIN_FILE = "data/train.parquet"
+MAX_PROMPT_TOKENS = 4096  # tokens, system prompt included; longer questions are dropped; authors
+SYSTEM_PROMPT_FILE = "data/prompt.txt"  # the authors' prompt when downloaded, else protocol.SYSTEM_PROMPT
+DATA_REPOSITORY = "PuffYang/Tournament_GRPO"
+DATA_COMMIT = "eea826cf66705cac9ec81823f746d0ccd6074228"
+
+# ---- policy (policy.py) --------------------------------------------------------------------------
+MODEL = "Qwen/Qwen3.5-4B"  # article; a hub name or a local folder
+DTYPE = "bfloat16"  # of the frozen base: bfloat16 | float32; adapters and Adam are float32
+LORA_RANK = 32  # article
+LORA_ALPHA = 32  # ours; the article is silent
+LOGPROB_CHUNK = 16_777_216  # logits held at once by the log-prob kernel (entries, 4 bytes each)
+MICRO_BATCH_TOKENS = 32_768  # padded tokens per forward pass; one longer trajectory goes alone
+GRADIENT_CHECKPOINTING = True  # recompute activations in the backward pass: less memory, a third more arithmetic
+
+# ---- update (train.py, credit.py) ----------------------------------------------------------------
+LEARNING_RATE = 4e-5  # article (LoRA); constant
+WEIGHT_DECAY = 0.01  # authors
+GRADIENT_CLIP = 1.0  # global norm; authors
+CLIP_LOW = 0.2  # ratio floor is 1 - CLIP_LOW; article
+CLIP_HIGH = 0.2  # ratio ceiling is 1 + CLIP_HIGH; article
+DUAL_CLIP = 3.0  # loss ceiling for negative advantages, times -A; article
+LOG_RATIO_CLAMP = 20.0  # nats; authors
+ADVANTAGE_EPS = 1e-6  # added to the group's standard deviation; article section 4
+UPDATES_PER_STEP = 1  # optimiser updates on one batch of rollouts; article
+PERMUTE_ADVANTAGES = False  # control experiment: shuffle advantages within each group
+
+# ---- sampling (sampler.py, rollout.py) -----------------------------------------------------------
+SAMPLER = "vllm"  # vllm | in_process (the demo's)
+TEMPERATURE = 1.0  # article; the trainer divides logits by the same
+MAX_TURNS = 6  # assistant turns per trajectory; article
+MAX_TOOL_CALLS = 4  # tool calls per trajectory; article
+RESPONSE_TOKENS = 18_000  # tokens, tool output included; article
+TRAJECTORY_DEADLINE = 1800  # seconds, then the trajectory is an infrastructure failure; ours
+MAX_BROKEN_SHARE = 0.25  # of a step's trajectories lost to infrastructure before the run stops; ours
+SLOTS = 32  # in_process: sequences decoded side by side; the batch shape is fixed
+SLOT_TOKENS = 2048  # in_process: context of one slot (prompt and response)
+
+# ---- tools (tools.py) ----------------------------------------------------------------------------
+SEARCH_BACKEND = "local"  # local: SQLite full-text search over CORPUS_FILE
+BROWSE_BACKEND = "local"  # local: pages of CORPUS_FILE
+CORPUS_FILE = "data/corpus.jsonl"  # one {"url", "title", "text"} per line
+SEARCH_RESULTS = 3  # results per search; article
+QUERY_CHARACTERS = 128  # a longer query is cut at a word boundary; article
+TOOL_OUTPUT_CHARACTERS = 3000  # content per tool output, cut in the middle; authors
+TOOL_TIMEOUT = 60  # seconds per tool call; ours
+TOOL_CONCURRENCY = 16  # calls in flight per tool; ours
+
+# ---- judge (judge.py) ----------------------------------------------------------------------------
+JUDGE_BACKEND = "rule"  # rule: deterministic, offline
+JUDGE_TRIES = 3  # attempts before the step stops; authors
+JUDGE_PAUSE = 1.5  # seconds before attempt n+1, times n; authors
+JUDGE_TIMEOUT = 300  # seconds per attempt; ours
+JUDGE_CONCURRENCY = 128  # calls in flight; ours
+JUDGE_ANSWER_CHARACTERS = 120_000  # per answer, the rest is cut off; authors
+
+# ---- reward (reward.py) --------------------------------------------------------------------------
+MATCH_SIZE = 2  # players per match; article
+WINNERS_PER_MATCH = 1  # article
+FINALISTS = 1  # a bracket ends when so many are left; article
+REPEATS = 4  # brackets per group (M); article
+TIE_REWARD = 0.5  # tournament reward when all wins are equal; authors
+
+# ---- checkpoints (checkpoint.py) -----------------------------------------------------------------
+CHECKPOINTS_KEPT = 2  # the newest so many stay
+CHECKPOINT_FOREVER_EVERY = 5  # every so-many-th step stays for good

@@ -1,0 +1,107 @@
+"""The embedded default: the whole training loop on two CPU cores, without GPU, key or network.
+
+    python demo.py [--run NAME] [--steps N] [--data PARQUET] [--seed N] [--permute]
+
+Sets constants, builds the offline corpus, and calls the same train.main() as everyone: a tiny policy
+(demo/policy), search in the CIA World Factbook, the rule judge. Ends with a table of the first three
+steps against the last three, and a PNG of the curves.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+import torch
+
+import config
+import train
+from records import read_journal
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE / "demo"))
+
+import corpus  # noqa: E402  the folder's own modules
+from settings import SETTINGS  # noqa: E402
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+TRAINING = {
+    "SAMPLER": "in_process",
+    "QUESTIONS_PER_STEP": 4,
+    "SLOTS": 32,  # QUESTIONS_PER_STEP x K
+    "LEARNING_RATE": 1e-3,  # a tiny policy moves only with large steps
+    "MICRO_BATCH_TOKENS": 8192,
+    "GRADIENT_CHECKPOINTING": False,  # a tiny policy fits, and runs a third faster
+    "TRAIN_FILE": "data/demo/train.parquet",
+}
+CURVES = ("reward/has_answer", "reward/format", "reward/total", "rollout/search_calls")
+
+
+def main(argv=None):
+    """Train the demo and report; returns {metric: (first three mean, last three mean)}."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", help="name of the run folder")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--data", help="prepared Parquet to train on instead of the factbook questions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--permute", action="store_true", help="control: shuffle the advantages within each group")
+    arguments = parser.parse_args(argv)
+    configure(arguments)
+    torch.set_num_threads(1)
+    print("demo: no GPU, key or network; tiny policy, rule judge, offline corpus (see demo/README.md)")
+    folder = train.main(["--steps", str(arguments.steps)] + (["--run", arguments.run] if arguments.run else []), "demo")
+    history = [line for _, line in read_journal(folder / "metrics.jsonl")]
+    picture = draw(history, folder / "curves.png")
+    table = compare(history)
+    print(render(table, len(history)))
+    print(f"curves: {picture}\njudge:  {folder / 'judge.jsonl'}")
+    return table
+
+
+def configure(arguments):
+    """Assign the demo's constants, and build corpus and questions where they are missing."""
+    for name, value in {**SETTINGS, **TRAINING}.items():
+        setattr(config, name, value)
+    config.MODEL = str(HERE / SETTINGS["MODEL"])
+    config.SYSTEM_PROMPT_FILE = str(HERE / SETTINGS["SYSTEM_PROMPT_FILE"])
+    config.SEED = arguments.seed
+    config.PERMUTE_ADVANTAGES = arguments.permute
+    if not (Path(config.CORPUS_FILE).exists() and Path(config.TRAIN_FILE).exists()):
+        corpus.build(Path(config.CORPUS_FILE).parent)
+    if arguments.data:
+        config.TRAIN_FILE = arguments.data
+
+
+def compare(history):
+    """{metric: (mean of the first three steps, mean of the last three)}."""
+    return {
+        name: tuple(statistics.fmean(line[name] for line in part) for part in (history[:3], history[-3:]))
+        for name in CURVES
+    }
+
+
+def render(table, steps):
+    """The comparison as text."""
+    lines = [f"{'':24}{'first three':>12}{'last three':>12}{'change':>10}   ({steps} steps)"]
+    lines += [f"{name:24}{first:12.3f}{last:12.3f}{last - first:+10.3f}" for name, (first, last) in table.items()]
+    return "\n".join(lines)
+
+
+def draw(history, path):
+    """The curves over steps as a PNG; returns its path."""
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(3.2 * len(CURVES), 2.8), layout="constrained")
+    for axis, name in zip(axes, CURVES, strict=True):
+        axis.plot([line["step"] for line in history], [line[name] for line in history], marker=".", color="#1f5f8b")
+        axis.set(title=name, xlabel="step")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    main()

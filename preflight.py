@@ -1,0 +1,64 @@
+"""What must hold before anything is started: constants that make sense, and a device to train on."""
+
+import torch
+
+import config
+
+CHOICES = {
+    "TRACKER": ("swanlab", "none"),
+    "DTYPE": ("bfloat16", "float32"),
+    "SAMPLER": ("in_process",),
+    "SEARCH_BACKEND": ("local",),
+    "BROWSE_BACKEND": ("local",),
+    "JUDGE_BACKEND": ("rule",),
+}
+AT_LEAST = {
+    "STEPS": 1, "QUESTIONS_PER_STEP": 1, "K": 2, "MAX_PROMPT_TOKENS": 1, "LORA_RANK": 1, "LORA_ALPHA": 1,
+    "LOGPROB_CHUNK": 1, "MICRO_BATCH_TOKENS": 1, "UPDATES_PER_STEP": 1, "MAX_TURNS": 1, "MAX_TOOL_CALLS": 0,
+    "RESPONSE_TOKENS": 1, "SLOTS": 1, "SLOT_TOKENS": 2, "SEARCH_RESULTS": 1, "QUERY_CHARACTERS": 1,
+    "TOOL_OUTPUT_CHARACTERS": 1, "TOOL_CONCURRENCY": 1, "JUDGE_TRIES": 1, "JUDGE_CONCURRENCY": 1,
+    "JUDGE_ANSWER_CHARACTERS": 1, "MATCH_SIZE": 2, "WINNERS_PER_MATCH": 1, "FINALISTS": 1, "REPEATS": 1,
+    "CHECKPOINTS_KEPT": 1, "CHECKPOINT_FOREVER_EVERY": 1,
+}  # fmt: skip
+ABOVE_ZERO = ("LEARNING_RATE", "GRADIENT_CLIP", "TEMPERATURE", "ADVANTAGE_EPS", "LOG_RATIO_CLAMP",
+              "TRAJECTORY_DEADLINE", "TOOL_TIMEOUT", "JUDGE_TIMEOUT")  # fmt: skip
+
+
+def check():
+    """Raise SystemExit, with one line a problem, when config.py or the machine cannot train."""
+    if problems := config_problems():
+        raise SystemExit("\n".join(problems))
+    if config.SAMPLER != "in_process" and not torch.cuda.is_available():
+        raise SystemExit(no_cuda())
+
+
+def config_problems():
+    """Every constant of config.py that makes no sense, one line each, naming it and what it may be."""
+    problems = [f"config.{name} = {value!r} is not one of {', '.join(map(repr, CHOICES[name]))}"
+                for name in CHOICES if (value := getattr(config, name)) not in CHOICES[name]]  # fmt: skip
+    problems += [f"config.{name} = {value!r} must be a whole number of at least {least}"
+                 for name, least in AT_LEAST.items()
+                 if type(value := getattr(config, name)) is not int or value < least]  # fmt: skip
+    problems += [f"config.{name} = {value!r} must be a number above 0"
+                 for name in ABOVE_ZERO if not _number(value := getattr(config, name)) or value <= 0]  # fmt: skip
+    return problems
+
+
+def _number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def no_cuda():
+    """Why there is no device to train on: torch build and driver, and the remedy."""
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    return (f"no usable CUDA device: torch {torch.__version__} is {build}, NVIDIA driver: {_driver() or 'none found'}. "
+            "Install requirements.txt on a machine with an NVIDIA GPU; without one, `make demo` runs the whole loop on "
+            "the CPU")  # fmt: skip
+
+
+def _driver():
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            return file.readline().strip()
+    except OSError:
+        return None

@@ -1,0 +1,156 @@
+"""One question to K trajectories: the multi-turn loop over sampler and tools.
+
+The prompt is rendered once; afterwards ids are only appended. Text the policy wrote is never encoded
+again, so what is trained on is exactly what was sampled.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import config
+import protocol
+from records import Trajectory, Turn, seed_from
+from sampler import TOOL_STOP, SamplerError
+
+
+@dataclass
+class _Response:
+    """The growing response; its four lists keep equal length by construction."""
+
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turn_index: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    opening: str = ""
+    tool_calls: int = 0
+
+    def add_sampled(self, completion):
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.loss_mask += [1] * len(completion.token_ids)
+        self.turn_index += [len(self.turns)] * len(completion.token_ids)
+
+    def add_observation(self, ids):
+        self.token_ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.loss_mask += [0] * len(ids)
+        self.turn_index += [len(self.turns)] * len(ids)
+
+
+class Rollout:
+    """Runs trajectories of one policy version; knows nothing of rewards."""
+
+    def __init__(self, sampler, tools, tokenizer):
+        self.sampler = sampler
+        self.tools = tools
+        self.tokenizer = tokenizer
+        self.system = protocol.system_prompt()
+
+    def prompt(self, query):
+        """(ids, opening): the rendered prompt, and the text it already opened for the policy.
+
+        Qwen3.5's template ends in an opened <think>: that token is context, and the transcript starts with it.
+        """
+        text = protocol.render_prompt(self.tokenizer, self.system, query)
+        opening = "<think>\n" if text.endswith("<think>\n") else ""
+        return self.tokenizer.encode(text, add_special_tokens=False), opening
+
+    async def run(self, question, k, *, step, version, slot):
+        """One finished Trajectory of `question`; an infrastructure failure ends it with finish "error:<kind>"."""
+        prompt_ids, opening = self.prompt(question.query)
+        response = _Response(opening=opening)
+        seed = seed_from(config.SEED, step, question.id, k)
+        try:
+            async with asyncio.timeout(config.TRAJECTORY_DEADLINE):
+                finish = await self._turns(prompt_ids, response, seed, slot)
+        except TimeoutError:
+            finish = "error:deadline"
+        except SamplerError as error:
+            finish = f"error:{error.kind}"
+        return Trajectory(
+            question_id=question.id,
+            k=k,
+            prompt_ids=tuple(prompt_ids),
+            token_ids=tuple(response.token_ids),
+            loss_mask=tuple(response.loss_mask),
+            logprobs=tuple(response.logprobs),
+            turn_index=tuple(response.turn_index),
+            turns=tuple(response.turns),
+            opening=response.opening,
+            finish=finish,
+            temperature=config.TEMPERATURE,
+            policy_version=version,
+            seed=seed,
+        )
+
+    async def _turns(self, prompt_ids, response, seed, slot):
+        """Turn after turn until the trajectory finishes; returns the finish reason."""
+        for turn in range(config.MAX_TURNS):
+            room = config.RESPONSE_TOKENS - len(response.token_ids)
+            if room < 1:
+                return "max_tokens"
+            completion = await self.sampler.sample(
+                prompt_ids + response.token_ids,
+                max_tokens=room,
+                temperature=config.TEMPERATURE,
+                seed=seed_from(seed, turn, "sample"),
+                slot=slot,
+            )
+            check_completion(completion)
+            response.add_sampled(completion)
+            text = protocol.strip_end_markers(completion.text)
+            if turn == 0 and text.lstrip().startswith("<think>"):
+                response.opening = ""  # the policy wrote the tag once more: the transcript has it once
+            segment = response.opening + text if turn == 0 else text
+            stopped = completion.stop_reason == TOOL_STOP
+            call = protocol.find_tool_call(segment, stopped_at_tag=True) if stopped else None
+            finish = self._finish(completion, call, response, turn)
+            if finish:
+                response.turns.append(Turn(text, call))
+                return finish
+            if not await self._observe(text, call, response, turn):
+                return "max_tokens"
+        raise AssertionError("the last turn always finishes")
+
+    def _finish(self, completion, call, response, turn):
+        """Why this turn is the last one, or None when a tool call is to be answered."""
+        if completion.finish_reason == "length":
+            return "max_tokens"
+        if call is None:
+            return "no_tool_call"
+        if response.tool_calls >= config.MAX_TOOL_CALLS:
+            return "max_tools"
+        if turn == config.MAX_TURNS - 1:
+            return "max_turns"
+        return None
+
+    async def _observe(self, text, call, response, turn):
+        """Run the call and append its output; False (nothing appended) when that would exceed the budget."""
+        observation = await self.tools.call(call)
+        response.tool_calls += 1
+        block = observation.block
+        if response.tool_calls == config.MAX_TOOL_CALLS or turn == config.MAX_TURNS - 2:
+            block = protocol.budget_notice(block)
+        appended = f"\n{block}\n"
+        ids = self.tokenizer.encode(appended, add_special_tokens=False)
+        if len(response.token_ids) + len(ids) >= config.RESPONSE_TOKENS:
+            response.turns.append(Turn(text, call, "", observation.status))
+            return False
+        response.add_observation(ids)
+        response.turns.append(Turn(text, call, appended, observation.status))
+        return True
+
+
+def check_completion(completion):
+    """SamplerError when a reply cannot be trained on: lengths differ, or a log-prob is missing or not finite."""
+    if not completion.token_ids:
+        raise SamplerError("empty_reply", "the sampler returned no token")
+    if len(completion.token_ids) != len(completion.logprobs):
+        raise SamplerError(
+            "lengths", f"{len(completion.token_ids)} ids but {len(completion.logprobs)} log-probs in one reply"
+        )
+    # servers send null, or a sentinel such as -9999, for values JSON cannot carry
+    odd = [value for value in completion.logprobs if value is None or not -1000 < value <= 0]
+    if odd:
+        raise SamplerError("logprobs", f"{len(odd)} log-probs that are none, the first {odd[0]}")

@@ -1,0 +1,392 @@
+"""Tournament-GRPO, the whole training loop: question, K trajectories, tournament, reward, advantage, update.
+
+    python train.py [--run NAME] [--steps N]
+
+Article section -> function: 3 (tournament reward) reward.run_tournament, reward.normalize_wins;
+4 (advantage) credit.group_advantages, (loss) ppo_objective; 5 (rollout) rollout.Rollout.
+Departures from the article and from the authors' code are tabled in the README.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import config
+import preflight
+import prepare_data
+from credit import group_advantages
+from judge import Judge, JudgeError
+from metrics import Tracker, group_metrics
+from policy import Policy, coverage
+from records import Journal, read_journal, seed_from, trajectory_from_json
+from reward import count_matches, score_group
+from rollout import Rollout
+from sampler import InProcessSampler
+from tools import Tools
+
+
+def ppo_objective(current, old, advantages, *, clip_low, clip_high, dual_clip):
+    """Per-token PPO loss with dual clip, to be minimised.
+
+    current, old: log-probabilities (nats) of the same tokens, advantages: unitless; all (N,). The log-ratio
+    is clamped to +-config.LOG_RATIO_CLAMP, the ratio clipped to [1 - clip_low, 1 + clip_high]; where the
+    advantage is negative the loss is at most -dual_clip * advantage. Returns (N,).
+    Source: article section 4; verl's vanilla policy loss for the order of the clips.
+    """
+    ratio = (current - old).clamp(-config.LOG_RATIO_CLAMP, config.LOG_RATIO_CLAMP).exp()
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return torch.where(advantages < 0, torch.minimum(clipped, -advantages * dual_clip), clipped)
+
+
+def clip_counts(current, old, advantages, *, clip_low, clip_high, dual_clip):
+    """How many tokens each clip moved: (outside the ratio range and worse for it, held by the dual clip)."""
+    ratio = (current - old).clamp(-config.LOG_RATIO_CLAMP, config.LOG_RATIO_CLAMP).exp()
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    held = (torch.maximum(plain, bounded) > -advantages * dual_clip) & (advantages < 0)
+    return (bounded > plain).sum(), held.sum()
+
+
+@dataclass
+class Row:
+    """One trajectory as the update sees it.
+
+    ids: prompt and response. positions: where in ids the P trained tokens stand. advantages: (P,);
+    sampled: the sampler's log-probs (P,), for the check that sampler and trainer agree. old: (P,), the
+    frozen log-probs of the first of several updates.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    advantages: torch.Tensor
+    sampled: torch.Tensor
+    temperature: float
+    old: torch.Tensor | None = None
+
+
+@dataclass
+class Batch:
+    """Rows with a signal, and the count of all trained tokens of the step, rows without one included."""
+
+    rows: list[Row]
+    tokens: int
+
+
+def build_batch(groups, step):
+    """Advantages per group, spread over each trajectory's sampled tokens.
+
+    A group without signal adds its tokens to the denominator (the article's batch mean) and no row;
+    a broken trajectory adds neither.
+    """
+    rows, tokens = [], 0
+    for group in groups:
+        advantages = group_advantages(group.rewards, config.ADVANTAGE_EPS).tolist()
+        if config.PERMUTE_ADVANTAGES:
+            random.Random(seed_from(config.SEED, step, group.question.id, "permute")).shuffle(advantages)
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            if trajectory.broken:
+                continue
+            trained = [i for i, trained in enumerate(trajectory.loss_mask) if trained]
+            tokens += len(trained)
+            if advantage:
+                rows.append(_row(trajectory, trained, advantage))
+    return Batch(rows, tokens)
+
+
+def _row(trajectory, trained, advantage):
+    return Row(
+        ids=[*trajectory.prompt_ids, *trajectory.token_ids],
+        positions=[len(trajectory.prompt_ids) + i for i in trained],
+        advantages=torch.full((len(trained),), advantage, dtype=torch.float32),
+        sampled=torch.tensor([trajectory.logprobs[i] for i in trained]),
+        temperature=trajectory.temperature,
+    )
+
+
+def micro_batches(rows):
+    """Rows packed longest first, so that rows times the longest stays within config.MICRO_BATCH_TOKENS."""
+    batches = []
+    for row in sorted(rows, key=lambda row: -len(row.ids)):
+        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].ids) <= config.MICRO_BATCH_TOKENS:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def update(policy, optimizer, batch, bar=None):
+    """One step's optimiser update(s); returns train/* metrics.
+
+    The loss is the sum over tokens divided by batch.tokens, so it does not depend on the split into
+    micro-batches. An empty batch, or a gradient that is not finite, leaves weights and optimizer untouched.
+    """
+    policy.model.train()
+    batches = micro_batches(batch.rows)
+    metrics = {"train/tokens": batch.tokens, "train/rows": len(batch.rows), "train/skipped_updates": 0}
+    if config.UPDATES_PER_STEP > 1:
+        for rows in batches:
+            with torch.no_grad():
+                for row, old in zip(rows, _split(policy.logprobs(rows), rows), strict=True):
+                    row.old = old
+    for _ in range(config.UPDATES_PER_STEP if batches else 0):
+        optimizer.zero_grad(set_to_none=True)
+        sums = {"loss": 0.0, "clipped": 0, "held": 0, "difference": 0.0, "largest": 0.0}
+        for rows in batches:
+            _backward(policy, rows, batch.tokens, sums)
+            if bar is not None:
+                bar.update(len(rows))
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.GRADIENT_CLIP)
+        if torch.isfinite(norm):
+            optimizer.step()
+        else:
+            metrics["train/skipped_updates"] += 1
+            sums = {name: 0.0 for name in sums}  # not a number would not fit into JSON
+            norm = torch.zeros(())
+        trained = sum(len(row.positions) for row in batch.rows)
+        metrics |= {
+            "train/loss": sums["loss"],
+            "train/gradient_norm": float(norm),
+            "train/clip_fraction": sums["clipped"] / trained,
+            "train/dual_clip_fraction": sums["held"] / trained,
+            "train/sampler_difference_mean": sums["difference"] / trained,
+            "train/sampler_difference_max": sums["largest"],
+        }
+    optimizer.zero_grad(set_to_none=True)
+    return metrics
+
+
+def _split(values, rows):
+    return values.split([len(row.positions) for row in rows])
+
+
+def _backward(policy, rows, tokens, sums):
+    """Add one micro-batch's gradient, and its share of the metrics to `sums`."""
+    current = policy.logprobs(rows)
+    old = current.detach() if rows[0].old is None else torch.cat([row.old for row in rows])
+    advantages = torch.cat([row.advantages for row in rows]).to(current.device)
+    clips = {"clip_low": config.CLIP_LOW, "clip_high": config.CLIP_HIGH, "dual_clip": config.DUAL_CLIP}
+    loss = ppo_objective(current, old, advantages, **clips).sum() / tokens
+    loss.backward()
+    clipped, held = clip_counts(current.detach(), old, advantages, **clips)
+    difference = (old.cpu() - torch.cat([row.sampled for row in rows])).abs()
+    sums["loss"] += float(loss)
+    sums["clipped"] += int(clipped)
+    sums["held"] += int(held)
+    sums["difference"] += float(difference.sum())
+    sums["largest"] = max(sums["largest"], float(difference.max()))
+
+
+def take(questions, step):
+    """The questions of a step (1-based): each epoch is one seeded permutation, its remainder is dropped."""
+    per_epoch = len(questions) // config.QUESTIONS_PER_STEP
+    epoch, place = divmod(step - 1, per_epoch)
+    order = list(range(len(questions)))
+    random.Random(seed_from(config.SEED, epoch, "epoch")).shuffle(order)
+    start = place * config.QUESTIONS_PER_STEP
+    return [questions[i] for i in order[start : start + config.QUESTIONS_PER_STEP]]
+
+
+async def collect(questions, rollout, judge, folder, step, version):
+    """Roll out and judge a step's groups, all at once; returns their ScoredGroups in order.
+
+    A group's matches start when its own K trajectories are finished. Trajectories and matches that the run
+    folder already holds (of this step, from before a kill) are taken from it.
+    """
+    path = folder / "rollouts" / f"step-{step:06d}.jsonl"
+    kept = [trajectory_from_json(line) for _, line in read_journal(path)]
+    finished = {(t.question_id, t.k): t for t in kept if not t.broken and t.policy_version == version}
+    journal = Journal(path)
+    bars = [tqdm(total=len(questions) * config.K, desc=f"step {step} trajectories", leave=False),
+            tqdm(total=len(questions), desc=f"step {step} tournaments", leave=False)]  # fmt: skip
+
+    async def attempt(question, k, slot):
+        if (trajectory := finished.get((question.id, k))) is None:
+            trajectory = await rollout.run(question, k, step=step, version=version, slot=slot)
+            journal.append(trajectory)
+        bars[0].update()
+        return trajectory
+
+    async def one_group(place, question):
+        slots = range(place * config.K, (place + 1) * config.K)
+        trajectories = await asyncio.gather(*(attempt(question, k, slot) for k, slot in enumerate(slots)))
+        scored = await score_group(question, trajectories, judge, step=step)
+        bars[1].update()
+        return scored
+
+    # every group may finish what it has paid for before the first failure stops the step
+    results = await asyncio.gather(*(one_group(*item) for item in enumerate(questions)), return_exceptions=True)
+    for bar in bars:
+        bar.close()
+    journal.sync()
+    journal.close()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    _check_broken(results, path)
+    return results
+
+
+def _check_broken(groups, path):
+    finishes = [t.finish for group in groups for t in group.trajectories]
+    broken = [finish for finish in finishes if finish.startswith("error:")]
+    if len(broken) > config.MAX_BROKEN_SHARE * len(finishes):
+        raise SystemExit(
+            f"{len(broken)} of {len(finishes)} trajectories broke ({', '.join(sorted(set(broken)))}); see {path}. "
+            "Mend the cause and run the same command: finished trajectories are kept"
+        )
+
+
+class Run:
+    """Everything a training run holds between steps."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.questions = load_training_questions()
+        self.tools = Tools()
+        self.policy = Policy("cuda" if torch.cuda.is_available() else "cpu")
+        self.optimizer = checkpoint.make_optimizer(self.policy)
+        self.step, self.progress, skipped = checkpoint.load(folder, self.policy, self.optimizer)
+        for damage in skipped:
+            print(f"checkpoint skipped: {damage}")
+        self.policy.version = self.step
+        self.sampler = InProcessSampler(self.policy)
+        self.rollout = Rollout(self.sampler, self.tools, self.policy.tokenizer)
+        self.judge = Judge(folder / "judge.jsonl")
+        _drop_uncommitted_metrics(folder, self.step)
+        self.tracker = Tracker(folder, checkpoint.constants())
+
+    def describe(self):
+        """The first lines of every run: what it trains, asks, searches, and how much of it."""
+        covered = coverage(self.policy.model)
+        trained = sum(p.numel() for p in self.policy.parameters.values())
+        matches = count_matches(config.K, config.MATCH_SIZE, config.WINNERS_PER_MATCH, config.FINALISTS, config.REPEATS)
+        print(f"model: {config.MODEL}, LoRA rank {config.LORA_RANK}, {trained:,} trained parameters on "
+              f"{sum(covered.values())} linears ({', '.join(f'{k} x{v}' for k, v in covered.items())})")  # fmt: skip
+        print(f"judge: {self.judge.name}   search: {config.SEARCH_BACKEND}   reader: {config.BROWSE_BACKEND}")
+        print(f"budget: steps {self.step + 1}..{config.STEPS}, each {config.QUESTIONS_PER_STEP} questions x {config.K} "
+              f"trajectories and {config.QUESTIONS_PER_STEP * matches} judge calls; "
+              f"{len(self.questions)} questions")  # fmt: skip
+
+    async def train(self):
+        """Steps until config.STEPS; each is committed by its checkpoint's rename."""
+        for step in range(self.step + 1, config.STEPS + 1):
+            clock = Clock()
+            questions = take(self.questions, step)
+            calls, judge_seconds = self.judge.calls, self.judge.seconds
+            groups = await collect(questions, self.rollout, self.judge, self.folder, step, self.policy.version)
+            clock.lap("rollout_and_judge")
+            batch = build_batch(groups, step)
+            with tqdm(total=len(batch.rows), desc=f"step {step} update", leave=False) as bar:
+                trained = update(self.policy, self.optimizer, batch, bar)
+            clock.lap("update")
+            metrics = {
+                **group_metrics(groups),
+                "judge/calls": self.judge.calls - calls,
+                "judge/seconds": self.judge.seconds - judge_seconds,
+                "judge/input_tokens": self.judge.input_tokens,
+                "judge/output_tokens": self.judge.output_tokens,
+                **trained,
+            }
+            self._commit(step, metrics, clock)
+            self._report(step, metrics, clock)
+
+    def _commit(self, step, metrics, clock):
+        """Metrics, then the checkpoint, then the weights in service: in that order, so that a kill loses no line."""
+        _count_skips(self.progress, metrics)
+        self.judge.journal.sync()
+        self.tracker.log(step, {**metrics, **clock.laps})
+        checkpoint.save(self.folder, step, self.policy, self.optimizer, self.progress)
+        self.sampler.publish(step)
+        clock.lap("commit")
+
+    def _report(self, step, metrics, clock):
+        left = (config.STEPS - step) * clock.total
+        m = metrics
+        print(
+            f"step {step}/{config.STEPS}  reward {m['reward/total']:.3f} (tournament {m['reward/tournament']:.3f}, "
+            f"format {m['reward/format']:.3f})  answers {m['reward/has_answer']:.3f}  searches "
+            f"{m['rollout/search_calls']:.2f}  pages {m['rollout/browse_calls']:.2f}  judge calls {self.judge.calls}  "
+            + "  ".join(f"{name.removeprefix('time/')} {seconds:.1f}s" for name, seconds in clock.laps.items())
+            + f"  left {left / 60:.1f} min"
+        )
+
+
+class Clock:
+    """Seconds by phase, under the metric names time/<phase>."""
+
+    def __init__(self):
+        self.laps = {}
+        self.last = time.perf_counter()
+
+    def lap(self, name):
+        now = time.perf_counter()
+        self.laps[f"time/{name}"] = now - self.last
+        self.last = now
+
+    @property
+    def total(self):
+        return sum(self.laps.values())
+
+
+def _count_skips(progress, metrics):
+    """Stop the run when gradients were not finite in three steps on end: a broken model learns nothing overnight."""
+    progress["skipped_in_a_row"] = progress.get("skipped_in_a_row", 0) + 1 if metrics["train/skipped_updates"] else 0
+    if progress["skipped_in_a_row"] >= 3:
+        raise SystemExit("the gradient was not finite in 3 steps on end; the last good checkpoint is kept. "
+                         "Lower LEARNING_RATE or set DTYPE = 'float32', then start another run")  # fmt: skip
+
+
+def _drop_uncommitted_metrics(folder, step):
+    """Remove lines of steps that were never committed: they are about to be made again."""
+    path = folder / "metrics.jsonl"
+    lines = [line for _, line in read_journal(path)]
+    if any(line["step"] > step for line in lines):
+        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
+
+
+def load_training_questions():
+    """Questions of config.TRAIN_FILE; prepares the data first when the default file is not there yet."""
+    if not Path(config.TRAIN_FILE).exists() and Path(config.TRAIN_FILE) == Path(config.DATA_DIR) / "train.parquet":
+        print(f"{config.TRAIN_FILE} is not there yet: preparing it")
+        prepare_data.main(["--out", config.DATA_DIR])
+    questions = prepare_data.load_questions(config.TRAIN_FILE)
+    if len(questions) < config.QUESTIONS_PER_STEP:
+        raise SystemExit(f"{config.TRAIN_FILE} holds {len(questions)} questions, fewer than "
+                         f"QUESTIONS_PER_STEP = {config.QUESTIONS_PER_STEP}; lower it or give more data")  # fmt: skip
+    return questions
+
+
+def main(argv=None, kind="train"):
+    """Train; `kind` names the run folders. Returns the folder of the finished run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", help="run to continue or to start; default: see the README")
+    parser.add_argument("--steps", type=int, help="train up to this step instead of config.STEPS")
+    arguments = parser.parse_args(argv)
+    if arguments.steps is not None:
+        config.STEPS = arguments.steps
+    preflight.check()
+    folder, why = checkpoint.open_run(arguments.run, kind)
+    print(f"run: {folder} ({why})")
+    run = Run(folder)
+    run.describe()
+    try:
+        asyncio.run(run.train())
+    except JudgeError as error:
+        raise SystemExit(f"stopped: {error}") from None
+    finally:
+        run.tracker.close()
+    return folder
+
+
+if __name__ == "__main__":
+    main()
