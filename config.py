@@ -54,6 +54,15 @@ MAX_BROKEN_SHARE = 0.25  # of a step's trajectories lost to infrastructure befor
 SLOTS = 32  # in_process: sequences decoded side by side; the batch shape is fixed
 SLOT_TOKENS = 2048  # in_process: context of one slot (prompt and response)
 
+# ---- server (server.py, vllm_sampler.py, adapters.py) --------------------------------------------
+SERVER_PORT = 8100  # of 127.0.0.1; 0 takes any free one
+SERVER_MEMORY_FRACTION = 0.4  # of the GPU's memory, the server's from the start; the trainer gets the rest; ours
+SERVER_CONTEXT = 49_152  # tokens, prompt included: a judge's prompt with two full answers; ours
+SERVER_SEQUENCES = 128  # sequences decoded side by side; each holds about 50 MB of recurrent state of a 4B model; ours
+SERVER_START_TIMEOUT = 1800  # seconds until the server must answer, a first download included; ours
+SERVER_EXTRA_ARGS = ()  # further vLLM options, e.g. ("--enforce-eager",); they win over those of server.py
+ADAPTER_TOLERANCE = {"bfloat16": 0.05, "float32": 0.001}  # nats, mean |server - trainer| per token, by DTYPE; ours
+
 # ---- tools (tools.py) ----------------------------------------------------------------------------
 SEARCH_BACKEND = "local"  # local: SQLite full-text search over CORPUS_FILE
 BROWSE_BACKEND = "local"  # local: pages of CORPUS_FILE

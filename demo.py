@@ -40,15 +40,20 @@ TRAINING = {
 CURVES = ("reward/has_answer", "reward/format", "reward/total", "rollout/search_calls")
 
 
-def main(argv=None):
-    """Train the demo and report; returns {metric: (first three mean, last three mean)}."""
+def parse(argv):
+    """The command line as a namespace."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", help="name of the run folder")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--data", help="prepared Parquet to train on instead of the factbook questions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--permute", action="store_true", help="control: shuffle the advantages within each group")
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    """Train the demo and report; returns {metric: (first three mean, last three mean)}."""
+    arguments = parse(argv)
     configure(arguments)
     torch.set_num_threads(1)
     print("demo: no GPU, key or network; tiny policy, rule judge, offline corpus (see demo/README.md)")

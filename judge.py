@@ -140,6 +140,11 @@ class Judge:
     def _key(line):
         return tuple(line[name] for name in ("judge", "prompt_hash", "step", "question_id", "repeat", "round", "index"))
 
+    def totals(self):
+        """What has been asked since the start of this process: calls, seconds (summed over calls), tokens."""
+        return {"calls": self.calls, "seconds": self.seconds,
+                "input_tokens": self.input_tokens, "output_tokens": self.output_tokens}  # fmt: skip
+
     def record(self, line):
         """Append a `group` or `scored` line."""
         self.journal.append(line)

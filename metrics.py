@@ -1,16 +1,18 @@
 """A step in numbers: metrics under the article's names, metrics.jsonl, and the tracker that may fail."""
 
+import json
 import logging
 import math
 import os
 import queue
 import statistics
 import threading
+import time
 from collections import Counter
 
 import config
 from credit import is_degenerate
-from records import Journal
+from records import Journal, read_journal
 
 FINISHES = ("no_tool_call", "max_turns", "max_tools", "max_tokens", "error")
 
@@ -66,6 +68,47 @@ def _variance(values):
 
 def _calls(trajectory, name):
     return sum(turn.call is not None and turn.call.name == name and bool(turn.tool_status) for turn in trajectory.turns)
+
+
+class Clock:
+    """Seconds by phase, under the metric names time/<phase>."""
+
+    def __init__(self):
+        self.laps = {}
+        self.last = time.perf_counter()
+
+    def lap(self, name):
+        now = time.perf_counter()
+        self.laps[f"time/{name}"] = now - self.last
+        self.last = now
+
+    @property
+    def total(self):
+        return sum(self.laps.values())
+
+
+def step_line(step, metrics, judge_calls, clock):
+    """The one line a finished step prints: reward parts, answers, calls so far, seconds by phase, time left."""
+    left = (config.STEPS - step) * clock.total
+    return (
+        f"step {step}/{config.STEPS}  reward {metrics['reward/total']:.3f} "
+        f"(tournament {metrics['reward/tournament']:.3f}, format {metrics['reward/format']:.3f})  "
+        f"answers {metrics['reward/has_answer']:.3f}  searches {metrics['rollout/search_calls']:.2f}  "
+        f"pages {metrics['rollout/browse_calls']:.2f}  judge calls {judge_calls}  "
+        + "  ".join(f"{name.removeprefix('time/')} {seconds:.1f}s" for name, seconds in clock.laps.items())
+        + f"  left {left / 60:.1f} min"
+    )
+
+
+def drop_uncommitted(folder, step):
+    """Remove lines of steps that were never committed: they are about to be made again."""
+    path = folder / "metrics.jsonl"
+    lines = [line for _, line in read_journal(path)]
+    if any(line["step"] > step for line in lines):
+        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
 
 
 class Tracker:

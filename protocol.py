@@ -48,6 +48,7 @@ _ATTRIBUTE = re.compile(r'\s+([A-Za-z_][A-Za-z0-9_]*)="([^"]*)"')
 _SPOKEN_TAG = re.compile(r"<\s*(think|answer|call_tool)\b", re.IGNORECASE)
 _THINK_TAG = re.compile(r"<(/?)\s*think\s*>", re.IGNORECASE)
 _SPOKEN_ATTRIBUTE = re.compile(r"""\s*([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)')""")
+_SPECIAL_TOKEN = re.compile(r"<\|(?=\w+\|>)")
 _END_MARKERS = ("<|im_end|>", "<|endoftext|>")
 # C0 and C1 controls but tab and newline, marks that reorder or hide text, U+FEFF, the invisible tag characters.
 # The joiners U+200C and U+200D stay: Persian and emoji need them.
@@ -161,12 +162,12 @@ def _attributes(name, rest):
     return attributes, not rest[cursor:].strip() and tuple(attributes) == TAG_ATTRIBUTES.get(name, ())
 
 
-def find_tool_call(segment, *, stopped_at_tag=False):
+def find_tool_call(segment):
     """The first top-level tool call of one generated segment, or None when it makes none.
 
     A call quoted in closed thinking or in an answer does not count; text before a `</think>` without an opener is
-    thinking. stopped_at_tag: the server ended on `</call_tool>` and may have cut it off; without it an unclosed call
-    was cut short and is none. A call that cannot run comes back with a `fault` for the policy to read, never as None.
+    thinking; an unclosed call was cut short and is none. A call that cannot run comes back with a `fault` for the
+    policy to read, never as None.
     """
     first_think = _THINK_TAG.search(segment)
     position = first_think.end() if first_think and first_think[1] else 0
@@ -174,7 +175,7 @@ def find_tool_call(segment, *, stopped_at_tag=False):
     while opening := _SPOKEN_TAG.search(segment, position):
         tag = opening[1].lower()
         closing = re.compile(rf"</\s*{tag}\s*>", re.IGNORECASE).search(segment, opening.end())
-        if tag == "call_tool" and (closing or stopped_at_tag):
+        if tag == "call_tool" and closing:
             call = _read_call(segment, opening, closing)
             fault = "the call stands in open thinking; close the thought first" if thinking else call.fault
             return replace(call, fault=fault)
@@ -186,8 +187,8 @@ def find_tool_call(segment, *, stopped_at_tag=False):
 
 
 def _read_call(segment, opening, closing):
-    """The ToolCall between an opening `<call_tool` and its closing tag, None standing for the end of the text."""
-    span = segment[opening.end() : closing.start() if closing else len(segment)]
+    """The ToolCall between an opening `<call_tool` and its closing tag."""
+    span = segment[opening.end() : closing.start()]
     attributes, cursor = {}, 0
     while attribute := _SPOKEN_ATTRIBUTE.match(span, cursor):
         attributes.setdefault(attribute[1], attribute[2] or attribute[3] or "")
@@ -219,11 +220,13 @@ def strip_end_markers(text):
 def clean(text):
     """Text from outside made safe to store, log and tokenize; idempotent. Rendering escapes its angle brackets.
 
-    Lone surrogates become U+FFFD (UTF-8 cannot hold them), split pairs are joined, line ends become "\\n", and
-    characters that cannot be seen but reorder, hide or end text are dropped.
+    Lone surrogates become U+FFFD (UTF-8 cannot hold them), split pairs are joined, line ends become "\\n",
+    characters that cannot be seen but reorder, hide or end text are dropped, and the spelling of a special token
+    is broken by a blank (a tokenizer would read "<|im_end|>" in a question as the end of the turn).
     """
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return _UNSEEN.sub("", re.sub("\r\n?|[\u2028\u2029]", "\n", text))
+    text = _UNSEEN.sub("", re.sub("\r\n?|[\u2028\u2029]", "\n", text))
+    return _SPECIAL_TOKEN.sub("<| ", text)
 
 
 def truncate_middle(text, limit):

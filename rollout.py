@@ -100,11 +100,12 @@ class Rollout:
             check_completion(completion)
             response.add_sampled(completion)
             text = protocol.strip_end_markers(completion.text)
+            if completion.stop_reason == TOOL_STOP and not text.endswith(TOOL_STOP):
+                text += TOOL_STOP  # servers may cut the tag from the text; the ids have it
             if turn == 0 and text.lstrip().startswith("<think>"):
                 response.opening = ""  # the policy wrote the tag once more: the transcript has it once
             segment = response.opening + text if turn == 0 else text
-            stopped = completion.stop_reason == TOOL_STOP
-            call = protocol.find_tool_call(segment, stopped_at_tag=True) if stopped else None
+            call = protocol.find_tool_call(segment) if completion.stop_reason == TOOL_STOP else None
             finish = self._finish(completion, call, response, turn)
             if finish:
                 response.turns.append(Turn(text, call))

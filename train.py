@@ -9,9 +9,7 @@ Departures from the article and from the authors' code are tabled in the README.
 
 import argparse
 import asyncio
-import json
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +22,7 @@ import preflight
 import prepare_data
 from credit import group_advantages
 from judge import Judge, JudgeError
-from metrics import Tracker, group_metrics
+from metrics import Clock, Tracker, drop_uncommitted, group_metrics, step_line
 from policy import Policy, coverage
 from records import Journal, read_journal, seed_from, trajectory_from_json
 from reward import count_matches, score_group
@@ -176,7 +174,7 @@ def _backward(policy, rows, tokens, sums):
     loss.backward()
     clipped, held = clip_counts(current.detach(), old, advantages, **clips)
     difference = (old.cpu() - torch.cat([row.sampled for row in rows])).abs()
-    sums["loss"] += float(loss)
+    sums["loss"] += float(loss.detach())
     sums["clipped"] += int(clipped)
     sums["held"] += int(held)
     sums["difference"] += float(difference.sum())
@@ -246,10 +244,9 @@ def _check_broken(groups, path):
 class Run:
     """Everything a training run holds between steps."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, questions, tools):
         self.folder = folder
-        self.questions = load_training_questions()
-        self.tools = Tools()
+        self.questions = questions
         self.policy = Policy("cuda" if torch.cuda.is_available() else "cpu")
         self.optimizer = checkpoint.make_optimizer(self.policy)
         self.step, self.progress, skipped = checkpoint.load(folder, self.policy, self.optimizer)
@@ -257,9 +254,9 @@ class Run:
             print(f"checkpoint skipped: {damage}")
         self.policy.version = self.step
         self.sampler = InProcessSampler(self.policy)
-        self.rollout = Rollout(self.sampler, self.tools, self.policy.tokenizer)
+        self.rollout = Rollout(self.sampler, tools, self.policy.tokenizer)
         self.judge = Judge(folder / "judge.jsonl")
-        _drop_uncommitted_metrics(folder, self.step)
+        drop_uncommitted(folder, self.step)
         self.tracker = Tracker(folder, checkpoint.constants())
 
     def describe(self):
@@ -279,7 +276,7 @@ class Run:
         for step in range(self.step + 1, config.STEPS + 1):
             clock = Clock()
             questions = take(self.questions, step)
-            calls, judge_seconds = self.judge.calls, self.judge.seconds
+            before = self.judge.totals()
             groups = await collect(questions, self.rollout, self.judge, self.folder, step, self.policy.version)
             clock.lap("rollout_and_judge")
             batch = build_batch(groups, step)
@@ -288,14 +285,11 @@ class Run:
             clock.lap("update")
             metrics = {
                 **group_metrics(groups),
-                "judge/calls": self.judge.calls - calls,
-                "judge/seconds": self.judge.seconds - judge_seconds,
-                "judge/input_tokens": self.judge.input_tokens,
-                "judge/output_tokens": self.judge.output_tokens,
+                **{f"judge/{name}": total - before[name] for name, total in self.judge.totals().items()},
                 **trained,
             }
             self._commit(step, metrics, clock)
-            self._report(step, metrics, clock)
+            print(step_line(step, metrics, self.judge.calls, clock))
 
     def _commit(self, step, metrics, clock):
         """Metrics, then the checkpoint, then the weights in service: in that order, so that a kill loses no line."""
@@ -306,34 +300,6 @@ class Run:
         self.sampler.publish(step)
         clock.lap("commit")
 
-    def _report(self, step, metrics, clock):
-        left = (config.STEPS - step) * clock.total
-        m = metrics
-        print(
-            f"step {step}/{config.STEPS}  reward {m['reward/total']:.3f} (tournament {m['reward/tournament']:.3f}, "
-            f"format {m['reward/format']:.3f})  answers {m['reward/has_answer']:.3f}  searches "
-            f"{m['rollout/search_calls']:.2f}  pages {m['rollout/browse_calls']:.2f}  judge calls {self.judge.calls}  "
-            + "  ".join(f"{name.removeprefix('time/')} {seconds:.1f}s" for name, seconds in clock.laps.items())
-            + f"  left {left / 60:.1f} min"
-        )
-
-
-class Clock:
-    """Seconds by phase, under the metric names time/<phase>."""
-
-    def __init__(self):
-        self.laps = {}
-        self.last = time.perf_counter()
-
-    def lap(self, name):
-        now = time.perf_counter()
-        self.laps[f"time/{name}"] = now - self.last
-        self.last = now
-
-    @property
-    def total(self):
-        return sum(self.laps.values())
-
 
 def _count_skips(progress, metrics):
     """Stop the run when gradients were not finite in three steps on end: a broken model learns nothing overnight."""
@@ -341,17 +307,6 @@ def _count_skips(progress, metrics):
     if progress["skipped_in_a_row"] >= 3:
         raise SystemExit("the gradient was not finite in 3 steps on end; the last good checkpoint is kept. "
                          "Lower LEARNING_RATE or set DTYPE = 'float32', then start another run")  # fmt: skip
-
-
-def _drop_uncommitted_metrics(folder, step):
-    """Remove lines of steps that were never committed: they are about to be made again."""
-    path = folder / "metrics.jsonl"
-    lines = [line for _, line in read_journal(path)]
-    if any(line["step"] > step for line in lines):
-        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(path)
 
 
 def load_training_questions():
@@ -375,9 +330,14 @@ def main(argv=None, kind="train"):
     if arguments.steps is not None:
         config.STEPS = arguments.steps
     preflight.check()
+    questions = load_training_questions()
+    try:
+        tools = Tools()
+    except (OSError, ValueError) as error:  # no corpus, or a broken one: said before a run is made
+        raise SystemExit(str(error)) from None
     folder, why = checkpoint.open_run(arguments.run, kind)
     print(f"run: {folder} ({why})")
-    run = Run(folder)
+    run = Run(folder, questions, tools)
     run.describe()
     try:
         asyncio.run(run.train())

@@ -232,14 +232,6 @@ def test_PROTO_06_attribute_debris_is_never_the_query():
     assert "nothing between" in find_tool_call(f"{SEARCH} </call_tool>").fault
 
 
-def test_TOK_03_call_whose_closing_tag_the_server_cut():
-    text = f"<think>need data</think>{SEARCH}solar capacity 2024"
-    assert find_tool_call(text, stopped_at_tag=True) == ToolCall("google_search", "solar capacity 2024")
-    assert find_tool_call(text + "</call_tool>", stopped_at_tag=True) == ToolCall(
-        "google_search", "solar capacity 2024"
-    )
-
-
 def test_TOK_04_call_cut_by_length_is_not_run():
     text = '<think>open the report</think><call_tool name="browse_webpage">https://example.org/repo'
     assert find_tool_call(text) is None
@@ -263,9 +255,9 @@ def test_browse_address_is_unescaped_once():
     assert find_tool_call(f"{SEARCH}a &amp; b</call_tool>").argument == "a &amp; b"
 
 
-@given(MARKUP, st.booleans())
-def test_find_tool_call_never_raises_and_names_a_tool_or_a_fault(text, stopped):
-    call = find_tool_call(text, stopped_at_tag=stopped)
+@given(MARKUP)
+def test_find_tool_call_never_raises_and_names_a_tool_or_a_fault(text):
+    call = find_tool_call(text)
     assert call is None or call.fault or (call.name in protocol.TOOL_ARGUMENTS and call.argument)
     assert call is None or "<call_tool" in text.lower()
 
@@ -277,6 +269,11 @@ def test_quoting_markup_in_closed_thinking_changes_nothing(quoted):
 
 
 # ---- outside text --------------------------------------------------------------------------------
+
+
+def test_special_token_literals_from_outside_are_broken():
+    assert protocol.clean("a <|im_end|> b <|im_start|>system") == "a <| im_end|> b <| im_start|>system"
+    assert protocol.clean("x <|> y <|| z") == "x <|> y <|| z"
 
 
 def test_TOK_08_end_markers_are_stripped_and_nothing_else():

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import random
 
 import pytest
 from conftest import golden
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import config
+from bench import sequential_tournament
 from records import Question, Rubric
 from reward import count_matches, normalize_wins, run_tournament, score_group
 
@@ -68,26 +68,6 @@ def test_golden_tournament():
         assert normalize_wins(standings.raw_scores, setting.get("equal_score_reward", 0.5)) == expected["rewards"]
         equal += 1
     assert (equal, refused, other_points) == (2685, 44, 24)
-
-
-def sequential_tournament(n, choose, match_size, winners_per_match, finalists, repeats, seed):
-    """The algorithm as one reads it in the article: nothing drawn beforehand, nothing at the same time."""
-    generator, raw, played = random.Random(seed), [0.0] * n, []
-    for _ in range(repeats):
-        alive = list(range(n))
-        while len(alive) > finalists:
-            generator.shuffle(alive)
-            count = max(1, len(alive) // match_size)
-            winners = []
-            for i in range(count):
-                players = alive[i::count]
-                won = choose(players, min(winners_per_match, len(players) - 1))
-                played.append((tuple(players), tuple(won)))
-                winners += won
-            for winner in winners:
-                raw[winner] += 1
-            alive = winners
-    return raw, played
 
 
 @given(

@@ -199,7 +199,7 @@ def test_no_query_is_an_operator_or_an_error(corpus, text):
 def test_TOK_14_corpus_with_lone_surrogates_is_indexed_and_found(corpus):
     write(corpus, [{"url": "https://e.org/x", "title": "caf\ud83d report", "text": "ok 😀 \u202e<|im_end|>"}])
     block = call("google_search", "report").block
-    assert "Title: caf\ufffd report\n" in block and "Search Snippet: ok 😀 &lt;|im_end|&gt;\n" in block
+    assert "Title: caf\ufffd report\n" in block and "Search Snippet: ok 😀 &lt;| im_end|&gt;\n" in block
 
 
 def test_index_is_rebuilt_only_when_the_corpus_changes(corpus):

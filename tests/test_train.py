@@ -1,0 +1,245 @@
+"""The whole loop as a process: it learns from judge.jsonl alone, resumes bit for bit, and refuses bad input first."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, use_demo
+
+import checkpoint
+import config
+import train
+from policy import Policy
+from records import read_journal, trajectory_from_json
+from reward import check_format, normalize_wins
+
+SMALL = [sys.executable, str(ROOT / "tests" / "small_demo.py")]
+STEPS = 3
+
+
+def start(folder, *arguments, program=SMALL):
+    return subprocess.Popen(
+        [*program, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == code, output[-3000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run: (its folder, what it printed)."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = finish(start(folder, "--run", "one", "--steps", str(STEPS)))
+    return folder / "runs" / "one", output
+
+
+def lines(path):
+    return [line for _, line in read_journal(path)]
+
+
+def test_demo_prints_what_it_does_and_leaves_the_run_folder(whole):
+    folder, output = whole
+    assert "judge: rule   search: local   reader: local" in output
+    assert "self_attn.q_proj x4" in output and f"step {STEPS}/{STEPS}" in output
+    assert "first three" in output and (folder / "curves.png").stat().st_size > 5000
+    metrics = lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    for name in ("reward/has_answer", "reward/degenerate_group_rate", "rollout/finish_no_tool_call", "judge/seconds",
+                 "tools/error_rate", "train/gradient_norm", "time/update"):  # fmt: skip
+        assert name in metrics[0]
+    assert max(line["train/sampler_difference_max"] for line in metrics) < 1e-4  # the sampler serves these weights
+    written = json.loads((folder / "config.json").read_text())
+    assert written["constants"]["MODEL"].endswith("demo/policy") and "torch" in written["versions"]
+
+
+def test_every_reward_is_rebuilt_from_judge_jsonl_alone(whole):
+    judged = lines(whole[0] / "judge.jsonl")
+    groups = {(g["step"], g["question_id"]): g for g in judged if g["kind"] == "group"}
+    scored = [line for line in judged if line["kind"] == "scored"]
+    assert len(scored) == len(groups) == 2 * STEPS
+    for result in scored:
+        key = (result["step"], result["question_id"])
+        wins = dict.fromkeys(result["players"], 0.0)
+        for match in judged:
+            if match["kind"] == "match" and (match["step"], match["question_id"]) == key:
+                for position in match["winners"]:
+                    wins[match["players"][position]] += 1
+        answers = {answer["k"]: answer for answer in groups[key]["answers"]}
+        rewards = [(r if answers[k]["has_answer"] else 0.0) + answers[k]["format"]
+                   for k, r in zip(wins, normalize_wins(list(wins.values()), 0.5), strict=True)]  # fmt: skip
+        assert rewards == result["rewards"]
+
+
+def test_answers_in_judge_jsonl_are_those_of_the_rollouts(whole):
+    judged = {
+        (g["step"], g["question_id"]): g["answers"] for g in lines(whole[0] / "judge.jsonl") if g["kind"] == "group"
+    }
+    for step in range(1, STEPS + 1):
+        for record in lines(whole[0] / "rollouts" / f"step-{step:06d}.jsonl"):
+            trajectory = trajectory_from_json(record)
+            answer = judged[step, trajectory.question_id][trajectory.k]
+            check = check_format(trajectory.transcript)
+            assert (answer["answer"], answer["format"]) == (check.answer, check.reward)
+
+
+def adapter(folder, step):
+    return (folder / "checkpoints" / f"step-{step:06d}" / "adapter_model.safetensors").read_bytes()
+
+
+def stable(line):
+    """A journal line without its times."""
+    return {
+        name: value for name, value in line.items() if name != "seconds" and not name.startswith(("time/", "judge/"))
+    }
+
+
+@pytest.mark.parametrize("moment", ["between steps", "inside a step"])
+def test_killed_and_resumed_equals_uninterrupted(whole, tmp_path, moment):
+    process = start(tmp_path, "--run", "one", "--steps", str(STEPS))
+    folder = tmp_path / "runs" / "one"
+    sign = folder / ("checkpoints/step-000001" if moment == "between steps" else "rollouts/step-000002.jsonl")
+    wait_for(lambda: sign.exists() and (sign.is_dir() or len(lines(sign)) >= 2), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "checkpoints" / f"step-{STEPS:06d}").exists()
+    output = finish(start(tmp_path, "--run", "one", "--steps", str(STEPS)))
+    assert "at step 1 of 3" in output
+    assert adapter(folder, STEPS) == adapter(whole[0], STEPS)
+    for name in ("metrics.jsonl", "rollouts/step-000003.jsonl"):
+        ours, theirs = ([stable(line) for line in lines(path / name)] for path in (folder, whole[0]))
+        key = json.dumps  # trajectories are journaled as they finish
+        assert sorted(ours, key=key) == sorted(theirs, key=key)
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_finished_run_says_so(whole):
+    output = finish(start(whole[0].parent.parent, "--run", "one", "--steps", str(STEPS)), code=1)
+    assert "is finished: step 3 of 3" in output and "Traceback" not in output
+
+
+def test_changed_constants_are_refused_with_a_list(whole):
+    output = finish(start(whole[0].parent.parent, "--run", "one", "--steps", "9", "--seed", "5"), code=1)
+    assert "SEED was 0, is 5" in output and "Traceback" not in output
+
+
+# ---- wrong input ---------------------------------------------------------------------------------
+
+
+def test_train_without_cuda_is_one_line_with_the_remedy(tmp_path):
+    output = finish(start(tmp_path, program=[sys.executable, str(ROOT / "train.py")]), code=1)
+    assert "no usable CUDA device" in output and "make demo" in output and output.count("\n") == 1
+
+
+def test_unknown_constant_values_are_named_before_anything_else(tmp_path):
+    with use_demo():
+        config.JUDGE_BACKEND, config.K, config.LEARNING_RATE = "oracle", 1, 0
+        with pytest.raises(SystemExit) as caught:
+            train.main([])
+    text = str(caught.value)
+    assert "config.JUDGE_BACKEND = 'oracle' is not one of" in text
+    assert "config.K = 1 must be a whole number of at least 2" in text and "LEARNING_RATE" in text
+
+
+def test_missing_corpus_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with use_demo():
+        config.TRAIN_FILE = questions_file(tmp_path)
+        config.CORPUS_FILE = "nowhere.jsonl"
+        with pytest.raises((SystemExit, FileNotFoundError), match="nowhere.jsonl"):
+            train.main([])
+    assert not (tmp_path / "runs").exists()
+
+
+def questions_file(folder):
+    import corpus
+
+    corpus.build(folder / "world")
+    return str(folder / "world" / "train.parquet")
+
+
+def test_too_few_questions_are_refused(tmp_path):
+    with use_demo():
+        config.TRAIN_FILE, config.QUESTIONS_PER_STEP = questions_file(tmp_path), 100_000
+        with pytest.raises(SystemExit, match="fewer than QUESTIONS_PER_STEP"):
+            train.load_training_questions()
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy():
+    with use_demo():
+        yield Policy()
+
+
+def saved(policy, folder, steps):
+    optimizer = checkpoint.make_optimizer(policy)
+    for step in steps:
+        checkpoint.save(folder, step, policy, optimizer, {"mark": step})
+    return optimizer
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_newest_two_stay_and_every_fifth(policy, tmp_path):
+    saved(policy, tmp_path, range(1, 13))
+    assert names(tmp_path) == ["step-000005", "step-000010", "step-000011", "step-000012"]
+
+
+@pytest.mark.parametrize("harm", ["cut", "missing", "no manifest"])
+def test_a_damaged_checkpoint_is_skipped_and_named(policy, tmp_path, harm):
+    optimizer = saved(policy, tmp_path, [1, 2])
+    newest = tmp_path / "checkpoints" / "step-000002"
+    victim = newest / ("manifest.json" if harm == "no manifest" else "adapter_model.safetensors")
+    victim.unlink() if harm != "cut" else victim.write_bytes(victim.read_bytes()[:-8])
+    step, progress, skipped = checkpoint.load(tmp_path, policy, optimizer)
+    assert (step, progress) == (1, {"mark": 1})
+    assert len(skipped) == 1 and skipped[0].startswith("step-000002: ")
+
+
+def test_nothing_unfinished_is_ever_visible(policy, tmp_path, monkeypatch):
+    """A full disk, or a kill, in the middle of saving leaves the previous checkpoint as it is."""
+    optimizer = saved(policy, tmp_path, [1])
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path, 2, policy, optimizer, {})
+    assert [name for name in names(tmp_path) if not name.startswith(".")] == ["step-000001"]
+    assert checkpoint.load(tmp_path, policy, optimizer)[0] == 1
+
+
+def test_a_checkpoint_holds_no_pickle(policy, tmp_path):
+    saved(policy, tmp_path, [1])
+    files = {path.suffix for path in (tmp_path / "checkpoints" / "step-000001").iterdir()}
+    assert files <= {".safetensors", ".json", ".md"}
+
+
+def test_unnamed_runs_continue_the_newest_unfinished_one_with_equal_constants(tmp_path):
+    config.RUNS_DIR, config.STEPS = str(tmp_path), 4
+    first, why = checkpoint.open_run(None, "train")
+    assert first.name == "train-0001" and "no unfinished run" in why
+    assert checkpoint.open_run(None, "train")[0] == first
+    config.SEED = 7
+    second, _ = checkpoint.open_run(None, "train")
+    assert second.name == "train-0002"
+    (second / "checkpoints" / "step-000004").mkdir(parents=True)
+    assert checkpoint.open_run(None, "train")[0].name == "train-0003"
+    config.SEED = 0
+    assert checkpoint.open_run(None, "train")[0] == first
+    assert Path(first / "config.json").exists()
