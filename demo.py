@@ -16,8 +16,12 @@ import matplotlib
 import torch
 
 import config
+import protocol
 import train
+from policy import load_tokenizer
+from prepare_data import load_questions
 from records import read_journal
+from reward import rebuild_rewards
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "demo"))
@@ -32,7 +36,7 @@ TRAINING = {
     "SAMPLER": "in_process",
     "QUESTIONS_PER_STEP": 4,
     "SLOTS": 32,  # QUESTIONS_PER_STEP x K
-    "LEARNING_RATE": 1e-3,  # a tiny policy moves only with large steps
+    "LEARNING_RATE": 2e-3,  # a tiny policy moves only with large steps
     "MICRO_BATCH_TOKENS": 8192,
     "GRADIENT_CHECKPOINTING": False,  # a tiny policy fits, and runs a third faster
     "TRAIN_FILE": "data/demo/train.parquet",
@@ -61,8 +65,8 @@ def main(argv=None):
     history = [line for _, line in read_journal(folder / "metrics.jsonl")]
     picture = draw(history, folder / "curves.png")
     table = compare(history)
-    print(render(table, len(history)))
-    print(f"curves: {picture}\njudge:  {folder / 'judge.jsonl'}")
+    print(render(table, history))
+    print(f"curves: {picture}\njudge:  {folder / 'judge.jsonl'} ({replayed(folder / 'judge.jsonl')})")
     return table
 
 
@@ -78,19 +82,44 @@ def configure(arguments):
         corpus.build(Path(config.CORPUS_FILE).parent)
     if arguments.data:
         config.TRAIN_FILE = arguments.data
+        config.SLOT_TOKENS = max(config.SLOT_TOKENS, longest_prompt() + config.RESPONSE_TOKENS)
+
+
+def longest_prompt():
+    """Tokens of the longest prompt of config.TRAIN_FILE: other questions may need larger slots."""
+    tokenizer, system = load_tokenizer(), protocol.system_prompt()
+    prompts = [protocol.render_prompt(tokenizer, system, q.query) for q in load_questions(config.TRAIN_FILE)]
+    return max(map(len, tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]), default=0)
+
+
+def replayed(path):
+    """How many groups' rewards judge.jsonl gives again when they are computed from it alone, in words."""
+    lines = [line for _, line in read_journal(path)]
+    rebuilt = rebuild_rewards(lines)
+    scored = [line for line in lines if line["kind"] == "scored"]
+    equal = sum(rebuilt[line["step"], line["question_id"]] == dict(zip(line["players"], line["rewards"], strict=True))
+                for line in scored)  # fmt: skip
+    return f"gives the rewards of {equal} of {len(scored)} groups again"
+
+
+def window(history):
+    """How many steps the comparison averages at each end: three, fewer in a run of less than six."""
+    return min(3, max(1, len(history) // 2))
 
 
 def compare(history):
-    """{metric: (mean of the first three steps, mean of the last three)}."""
+    """{metric: (mean of the first steps, mean of the last steps)}, `window` steps each."""
+    size = window(history)
     return {
-        name: tuple(statistics.fmean(line[name] for line in part) for part in (history[:3], history[-3:]))
+        name: tuple(statistics.fmean(line[name] for line in part) for part in (history[:size], history[-size:]))
         for name in CURVES
     }
 
 
-def render(table, steps):
+def render(table, history):
     """The comparison as text."""
-    lines = [f"{'':24}{'first three':>12}{'last three':>12}{'change':>10}   ({steps} steps)"]
+    size = {1: "step", 2: "two", 3: "three"}[window(history)]
+    lines = [f"{'':24}{'first ' + size:>12}{'last ' + size:>12}{'change':>10}   ({len(history)} steps)"]
     lines += [f"{name:24}{first:12.3f}{last:12.3f}{last - first:+10.3f}" for name, (first, last) in table.items()]
     return "\n".join(lines)
 

@@ -7,7 +7,10 @@ import re
 import time
 
 import config
+from judges import REFUSALS, ChatJudge, JevJudge, Reply
+from pace import time_limit
 from records import Journal, read_journal
+from wire import PASSING, CallFailure
 
 INSTRUCTIONS = """\
 You compare reports that different researchers wrote on the same question, and pick the best.
@@ -23,12 +26,16 @@ class JudgeError(RuntimeError):
     """The judge gave no verdict in JUDGE_TRIES attempts; the step stops, and nothing is invented."""
 
 
-class VerdictError(ValueError):
-    """One reply is not a verdict; `kind` is one word for journal and counters."""
+class JudgeRefusal(RuntimeError):
+    """The judge will not look at this content (too long, moderated): the question's group is void, the run goes on."""
 
-    def __init__(self, kind, message):
+
+class VerdictError(ValueError):
+    """One reply is not a verdict; `kind` is one word for journal and counters. final: asking again cannot help."""
+
+    def __init__(self, kind, message, *, final=False):
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.final = kind, final
 
 
 def render_prompt(query, rubrics, answers, num_winners):
@@ -66,6 +73,14 @@ def parse_verdict(raw, num_candidates, num_winners):
     if len(verdict) < num_winners:
         raise VerdictError("too_few", f"{len(verdict)} winners named, {num_winners} asked for")
     return verdict[:num_winners]
+
+
+def read_verdict(reply, num_candidates, num_winners):
+    """Winners named by a Reply; VerdictError also when it was cut, filtered, or written by another model."""
+    if reply.finish in ("length", "content_filter", "foreign_model"):
+        words = f"model {reply.model!r} answered" if reply.finish == "foreign_model" else f"{reply.raw[:80]!r}"
+        raise VerdictError(reply.finish, f"the reply ended by {reply.finish}: {words}")
+    return parse_verdict(reply.raw, num_candidates, num_winners)
 
 
 def _json_objects(raw):
@@ -106,7 +121,7 @@ async def rule_reply(query, rubrics, answers, num_winners):
     letters and more. Ties keep the order of presentation.
     """
     order = sorted(range(len(answers)), key=lambda i: (-coverage(answers[i], rubrics), len(answers[i])))
-    return json.dumps({"winners": [i + 1 for i in order[:num_winners]]})
+    return Reply(json.dumps({"winners": [i + 1 for i in order[:num_winners]]}), "rule")
 
 
 def coverage(answer, rubrics):
@@ -119,17 +134,38 @@ def coverage(answer, rubrics):
     return sum(shares) / max(1, len(shares))
 
 
-BACKENDS = {"rule": rule_reply}
+class RuleJudge:
+    """The embedded judge as a back end."""
+
+    name = "rule"
+    prompt = staticmethod(render_prompt)
+    reply = staticmethod(rule_reply)
+
+    def __init__(self):
+        self.concurrency = config.JUDGE_CONCURRENCY
+
+    async def close(self):
+        """Nothing is open."""
+
+
+BACKENDS = {
+    "rule": lambda server_url: RuleJudge(),
+    "openai": lambda server_url: ChatJudge(render_prompt, server_url),
+    "jev": lambda server_url: JevJudge(),
+}
 
 
 class Judge:
-    """Asks a back end, retries, and writes every attempt to judge.jsonl, which is also its memory."""
+    """Asks a back end, retries, and writes every attempt to judge.jsonl, which is also its memory.
 
-    def __init__(self, path):
-        self.reply = BACKENDS[config.JUDGE_BACKEND]
-        self.name = config.JUDGE_BACKEND
+    server_url: the policy's server, which judges when config.JUDGE_URL is empty. `name` identifies the judge.
+    """
+
+    def __init__(self, path, *, server_url=""):
+        backend = BACKENDS[config.JUDGE_BACKEND](server_url)
+        self.name, self.prompt, self.reply, self.close = backend.name, backend.prompt, backend.reply, backend.close
         self.calls, self.input_tokens, self.output_tokens, self.seconds = 0, 0, 0, 0.0
-        self.limit = asyncio.Semaphore(config.JUDGE_CONCURRENCY)
+        self.limit = asyncio.Semaphore(min(config.JUDGE_CONCURRENCY, backend.concurrency))
         self.decided = {}
         for _, line in read_journal(path):
             if line["kind"] == "match" and line["winners"] is not None:
@@ -154,10 +190,10 @@ class Judge:
 
         question: the query's text. place: where the match stands (step, question_id, repeat, round, index,
         players), for the journal. A match decided in the journal is not asked again. Raises JudgeError after
-        JUDGE_TRIES failed attempts.
+        JUDGE_TRIES failed attempts, JudgeRefusal when the reply blames the content, AccountError (wire.py).
         """
-        messages = render_prompt(question, rubrics, answers, num_winners)
-        prompt_hash = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
+        prompt = self.prompt(question, rubrics, answers, num_winners)
+        prompt_hash = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
         line = {"kind": "match", "judge": self.name, "prompt_hash": prompt_hash, **place}
         if (winners := self.decided.get(self._key(line))) is not None:
             return winners
@@ -166,30 +202,43 @@ class Judge:
             if winners is not None:
                 self.decided[self._key(line)] = winners
                 return winners
+            if error.kind in REFUSALS:
+                raise JudgeRefusal(f"judge {self.name!r} refuses question {place['question_id']} in step "
+                                   f"{place['step']} ({error.kind}): {error}")  # fmt: skip
+            if error.final:
+                break
             if attempt < config.JUDGE_TRIES:
                 await asyncio.sleep(config.JUDGE_PAUSE * attempt)
         raise JudgeError(
-            f"no verdict from judge {self.name!r} in {config.JUDGE_TRIES} attempts (step {place['step']}, question "
+            f"no verdict from judge {self.name!r} in {attempt} attempts (step {place['step']}, question "
             f"{place['question_id']}), the last: {error}. Everything is saved: run the same command to continue"
         )
 
     async def _ask(self, line, attempt, match):
         """One attempt, journaled whatever comes of it: (winners, None) or (None, the error)."""
-        raw, winners, failure = None, None, None
+        reply, winners, failure = None, None, None
         async with self.limit:
             started = time.perf_counter()
             try:
-                raw = await asyncio.wait_for(self.reply(*match), config.JUDGE_TIMEOUT)
-                winners = parse_verdict(raw, len(match[2]), match[3])
+                async with time_limit(config.JUDGE_TIMEOUT):
+                    reply = await self.reply(*match)
+                winners = read_verdict(reply, len(match[2]), match[3])
             except VerdictError as error:
                 failure = error
+            except CallFailure as error:
+                failure = VerdictError(error.kind, str(error),
+                                       final=400 <= error.status < 500 and error.status not in PASSING)  # fmt: skip
             except TimeoutError:
                 failure = VerdictError("timeout", f"no reply in {config.JUDGE_TIMEOUT} s")
             seconds = time.perf_counter() - started
+        reply = reply or Reply(raw=None)
         self.calls += 1
         self.seconds += seconds
+        self.input_tokens += reply.input_tokens
+        self.output_tokens += reply.output_tokens
         self.journal.append({
-            **line, "raw": raw, "winners": winners, "error": failure and failure.kind, "attempt": attempt,
-            "seconds": round(seconds, 4), "input_tokens": 0, "output_tokens": 0, "cached": False,
+            **line, "model": reply.model, "raw": reply.raw, "winners": winners, "error": failure and failure.kind,
+            "attempt": attempt, "seconds": round(seconds, 4), "input_tokens": reply.input_tokens,
+            "output_tokens": reply.output_tokens, "cached": False,
         })  # fmt: skip
         return winners, failure

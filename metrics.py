@@ -14,6 +14,7 @@ import config
 from credit import is_degenerate
 from records import Journal, read_journal
 
+CLOSE_SECONDS = 20  # how long the end of a run waits for the tracker
 FINISHES = ("no_tool_call", "max_turns", "max_tools", "max_tokens", "error")
 
 
@@ -137,7 +138,7 @@ class Tracker:
         self.journal.close()
         self.queue.put(None)
         if self.thread:
-            self.thread.join(timeout=20)
+            self.thread.join(timeout=CLOSE_SECONDS)
 
     def _track(self, folder, constants):
         mode = "online" if os.environ.get("SWANLAB_API_KEY") else "local"

@@ -7,7 +7,7 @@ import config
 CHOICES = {
     "TRACKER": ("swanlab", "none"),
     "DTYPE": ("bfloat16", "float32"),
-    "SAMPLER": ("in_process",),
+    "SAMPLER": ("vllm", "in_process"),
     "SEARCH_BACKEND": ("local",),
     "BROWSE_BACKEND": ("local",),
     "JUDGE_BACKEND": ("rule",),

@@ -254,3 +254,27 @@ def _spread(values, playing, size):
     for k, value in zip(playing, values, strict=True):
         spread[k] = value
     return tuple(spread)
+
+
+def rebuild_rewards(lines):
+    """Every group's rewards from the lines of judge.jsonl alone: {(step, question_id): {k: reward}}.
+
+    Wins are counted from the `match` lines, answers and formats come from the `group` lines;
+    Takes the article's scheme: wins, min-max, zero without answer, plus format.
+    """
+    answers, wins = {}, {}
+    for line in lines:
+        key = line["step"], line["question_id"]
+        if line["kind"] == "group":
+            answers[key] = {answer["k"]: answer for answer in line["answers"]}
+            wins[key] = {answer["k"]: 0.0 for answer in line["answers"] if answer["plays"]}
+        elif line["kind"] == "match" and line["winners"] is not None:
+            for position in line["winners"]:
+                wins[key][line["players"][position]] += 1.0
+    return {key: _rewards_of(answers[key], won) for key, won in wins.items()}
+
+
+def _rewards_of(answers, won):
+    normalized = normalize_wins(list(won.values()), config.TIE_REWARD)
+    return {k: (r if answers[k]["has_answer"] else 0.0) + answers[k]["format"]
+            for k, r in zip(won, normalized, strict=True)}  # fmt: skip

@@ -13,19 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import config
+import web
+from pace import time_limit
 from protocol import Page, SearchResult, clean, render_error, render_page, render_search
+from wire import CallFailure as ToolFailure  # a tool's failures are those of any call
 
 INDEX_VERSION = "1"  # part of an index's stamp: raise it when the tables below change
 SNIPPET_TOKENS = 60  # words around the match; FTS5 allows 64
 TITLE_WEIGHT = 4.0  # a word in the title counts as so many in the text, in the ranking
-
-
-class ToolFailure(Exception):
-    """A back end could not answer; `kind` is one word for the counters, the message is for the policy."""
-
-    def __init__(self, kind, message):
-        super().__init__(message)
-        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -42,26 +37,36 @@ class Tools:
 
     A back end has `async search(query) -> list[SearchResult]`, `async browse(url) -> Page`, or both, and raises
     ToolFailure. Raises ValueError for an unknown back end, and whatever its construction raises.
+    names: the search and reader in use, "auto" resolved.
     """
 
     def __init__(self):
-        search = _backend("SEARCH_BACKEND", SEARCH_BACKENDS)
-        browse = _backend("BROWSE_BACKEND", BROWSE_BACKENDS)
+        *self.names, _ = web.resolve_backends()
+        search = _backend("SEARCH_BACKEND", SEARCH_BACKENDS, self.names[0])
+        browse = _backend("BROWSE_BACKEND", BROWSE_BACKENDS, self.names[1])
         self._searcher = search()
         self._browser = self._searcher if browse is search else browse()
         self._slots = {tool: asyncio.Semaphore(config.TOOL_CONCURRENCY) for tool in ("google_search", "browse_webpage")}
 
     async def call(self, call):
-        """The Observation of one ToolCall; a faulty call is told its fault and reaches no back end."""
+        """The Observation of one ToolCall; a faulty call is told its fault and reaches no back end.
+
+        Raises AccountError (wire.py) when no later call can succeed either.
+        """
         start = time.monotonic()
         block, status = await self._answer(call)
         return Observation(block, status, time.monotonic() - start)
+
+    async def close(self):
+        """End the back ends' connections."""
+        await self._searcher.close()
+        await self._browser.close()
 
     async def _answer(self, call):
         if call.fault:
             return render_error(call.fault), "error:bad_call"
         try:
-            async with self._slots[call.name], asyncio.timeout(config.TOOL_TIMEOUT):
+            async with self._slots[call.name], time_limit(config.TOOL_TIMEOUT):
                 if call.name == "google_search":
                     return render_search(await self._searcher.search(cut_query(clean(call.argument)))), "ok"
                 return render_page(await self._browser.browse(clean(call.argument).strip())), "ok"
@@ -71,10 +76,9 @@ class Tools:
             return render_error(str(failure)), f"error:{failure.kind}"
 
 
-def _backend(constant, backends):
-    name = getattr(config, constant)
+def _backend(constant, backends, name):
     if name not in backends:
-        raise ValueError(f"config.{constant} is {name!r}; allowed: {', '.join(backends)}")
+        raise ValueError(f"config.{constant} is {name!r}; allowed: auto, {', '.join(backends)}")
     return backends[name]
 
 
@@ -107,6 +111,9 @@ class LocalCorpus:
         if _read_stamp(self._index) != stamp:
             _build_index(corpus, self._index, stamp)
 
+    async def close(self):
+        """Nothing is open between calls."""
+
     async def search(self, query):
         """At most config.SEARCH_RESULTS results that share a word with the query, best first, ties by line."""
         words = dict.fromkeys(re.findall(r"[^\W_]+", query))
@@ -132,8 +139,8 @@ class LocalCorpus:
             raise ToolFailure("index", f"the search index cannot be read: {error}") from error
 
 
-SEARCH_BACKENDS = {"local": LocalCorpus}
-BROWSE_BACKENDS = {"local": LocalCorpus}
+SEARCH_BACKENDS = {"deepseek": web.DeepSeek, "serper": web.Serper, "wikipedia": web.Wikipedia, "local": LocalCorpus}
+BROWSE_BACKENDS = {"jina": web.Jina, "direct": web.Direct, "local": LocalCorpus}
 
 # The inner query ranks; the outer one makes snippets for the few rows that are returned.
 _SEARCH = f"""
