@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint check-python
+.PHONY: demo test test-vllm lint check-python
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -11,6 +11,10 @@ demo: $(VENV)/.installed
 
 test: lint $(VENV)/.installed-tests
 	$(BIN)/python -m pytest -q tests
+
+# A real vLLM server on the CPU, in an environment of its own (3 GB): minutes to install, minutes to run.
+test-vllm: $(VENV)-vllm/.installed
+	$(VENV)-vllm/bin/python -m pytest -q tests/vllm
 
 lint: $(VENV)/.installed-tests
 	$(BIN)/ruff check .
@@ -32,4 +36,8 @@ $(VENV)/.installed: requirements-cpu.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-tests: tests/requirements.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -q -r tests/requirements.txt
+	touch $@
+
+$(VENV)-vllm/.installed: tests/vllm/requirements.txt tests/vllm/install.sh | check-python
+	bash tests/vllm/install.sh $(VENV)-vllm $(PYTHON)
 	touch $@

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import config
 from judge import Judge
+from judges import Reply
 from policy import load_tokenizer
 from protocol import SearchResult
 from records import Question, Rubric, Trajectory, Turn, seed_from
@@ -53,7 +54,7 @@ def sequential_tournament(n, choose, match_size, winners_per_match, finalists, r
 
 def bench_judge():
     """Ours: GROUPS groups at once, as train.collect does, through the real Judge and its journal."""
-    config.JUDGE_CONCURRENCY = 128
+    config.JUDGE_BACKEND, config.JUDGE_CONCURRENCY = "rule", 128
     groups = [(Question(f"q{g}", "question", RUBRIC), _answers(g)) for g in range(GROUPS)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "judge.jsonl"
@@ -93,7 +94,7 @@ async def _judge_all(groups, path):
 
     async def reply(query, rubrics, answers, num_winners):
         await asyncio.sleep(JUDGE_SECONDS)
-        return json.dumps({"winners": [i + 1 for i in _longest(answers, num_winners)]})
+        return Reply(json.dumps({"winners": [i + 1 for i in _longest(answers, num_winners)]}), "stub")
 
     judge.reply = reply
     await asyncio.gather(

@@ -20,7 +20,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of one parameter
 # constants that may differ between a run and its continuation: they change no result
 FREE = {"RUNS_DIR", "STEPS", "TRACKER", "PROJECT", "CHECKPOINTS_KEPT", "CHECKPOINT_FOREVER_EVERY", "JUDGE_CONCURRENCY",
         "TOOL_CONCURRENCY", "JUDGE_PAUSE", "JUDGE_TIMEOUT", "JUDGE_TRIES", "TOOL_TIMEOUT", "TRAJECTORY_DEADLINE",
-        "MAX_BROKEN_SHARE"}  # fmt: skip
+        "MAX_BROKEN_SHARE", "SERVER_PORT", "SERVER_MEMORY_FRACTION", "SERVER_SEQUENCES", "SERVER_START_TIMEOUT",
+        "SERVER_EXTRA_ARGS", "ADAPTER_TOLERANCE", "WIRE_TRIES", "RETRY_PAUSE", "RETRY_AFTER_CAP", "GPU_HOUR_PRICE",
+        "PRICES", "CONTACT", "WIKIPEDIA_RPM", "JINA_URLS", "JINA_RPM", "JINA_KEYLESS_RPM", "JEV_CONCURRENCY", "JEV_RPM"}  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
 
 
@@ -120,10 +122,10 @@ def save(folder, step, policy, optimizer, progress):
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir()) if path.is_file()}
     (temporary / MANIFEST).write_text(json.dumps({"step": step, "files": files, "progress": progress}, indent=1))
     for path in [*temporary.iterdir(), temporary]:
-        _sync(path)
+        sync(path)
     shutil.rmtree(target, ignore_errors=True)  # an incomplete leftover of the same step
     temporary.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     _remove_old(folder)
 
 
@@ -182,7 +184,8 @@ def _damage(path):
     return None
 
 
-def _sync(path):
+def sync(path):
+    """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -65,9 +65,9 @@ SERVER_EXTRA_ARGS = ()  # further vLLM options, e.g. ("--enforce-eager",); they 
 ADAPTER_TOLERANCE = {"bfloat16": 0.15, "float32": 0.001}
 
 # ---- tools (tools.py) ----------------------------------------------------------------------------
-SEARCH_BACKEND = "local"  # local: SQLite full-text search over CORPUS_FILE
-BROWSE_BACKEND = "local"  # local: pages of CORPUS_FILE
-CORPUS_FILE = "data/corpus.jsonl"  # one {"url", "title", "text"} per line
+SEARCH_BACKEND = "auto"  # deepseek | serper | wikipedia | local; auto: the first whose key is set, else wikipedia
+BROWSE_BACKEND = "auto"  # jina | direct | local; auto: jina when its key is set, else direct
+CORPUS_FILE = "data/corpus.jsonl"  # local: one {"url", "title", "text"} per line
 SEARCH_RESULTS = 3  # results per search; article
 QUERY_CHARACTERS = 128  # a longer query is cut at a word boundary; article
 TOOL_OUTPUT_CHARACTERS = 3000  # content per tool output, cut in the middle; authors
@@ -101,7 +101,7 @@ PRICES = {  # "purpose host": US dollars per call that succeeds, per million inp
 }
 
 # ---- judge (judge.py) ----------------------------------------------------------------------------
-JUDGE_BACKEND = "rule"  # rule: deterministic, offline
+JUDGE_BACKEND = "openai"  # openai: any OpenAI-compatible server | jev | rule: deterministic, offline
 JUDGE_TRIES = 3  # attempts before the step stops; authors
 JUDGE_PAUSE = 1.5  # seconds before attempt n+1, times n; authors
 JUDGE_TIMEOUT = 300  # seconds per attempt; ours

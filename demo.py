@@ -34,9 +34,12 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 TRAINING = {
     "SAMPLER": "in_process",
+    "SEARCH_BACKEND": "local",
+    "BROWSE_BACKEND": "local",
+    "JUDGE_BACKEND": "rule",
     "QUESTIONS_PER_STEP": 4,
     "SLOTS": 32,  # QUESTIONS_PER_STEP x K
-    "LEARNING_RATE": 2e-3,  # a tiny policy moves only with large steps
+    "LEARNING_RATE": 1.4e-3,  # a tiny policy moves only with large steps
     "MICRO_BATCH_TOKENS": 8192,
     "GRADIENT_CHECKPOINTING": False,  # a tiny policy fits, and runs a third faster
     "TRAIN_FILE": "data/demo/train.parquet",

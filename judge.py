@@ -90,7 +90,7 @@ def _json_objects(raw):
     except (ValueError, RecursionError):
         pass
     text = re.sub(r"<think>.*?</think>", "", raw, flags=re.DOTALL)
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     objects, decoder, position = [], json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
@@ -166,10 +166,12 @@ class Judge:
         self.name, self.prompt, self.reply, self.close = backend.name, backend.prompt, backend.reply, backend.close
         self.calls, self.input_tokens, self.output_tokens, self.seconds = 0, 0, 0, 0.0
         self.limit = asyncio.Semaphore(min(config.JUDGE_CONCURRENCY, backend.concurrency))
-        self.decided = {}
+        self.decided, self.voided = {}, set()
         for _, line in read_journal(path):
             if line["kind"] == "match" and line["winners"] is not None:
                 self.decided[self._key(line)] = tuple(line["winners"])
+            elif line["kind"] == "void":
+                self.voided.add((line["step"], line["question_id"]))
         self.journal = Journal(path)
 
     @staticmethod
@@ -182,7 +184,7 @@ class Judge:
                 "input_tokens": self.input_tokens, "output_tokens": self.output_tokens}  # fmt: skip
 
     def record(self, line):
-        """Append a `group` or `scored` line."""
+        """Append a `group`, `scored` or `void` line."""
         self.journal.append(line)
 
     async def pick(self, question, rubrics, answers, num_winners, *, place):

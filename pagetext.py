@@ -1,6 +1,7 @@
 """The bytes of a fetched page to readable text: type, character set, and the article inside the HTML."""
 
 import codecs
+import html
 import re
 from urllib.parse import unquote, urlsplit
 
@@ -14,12 +15,18 @@ HTML_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPES = ("text/", "application/json", "application/xml", "application/ld+json", "application/rss+xml",
               "application/atom+xml", "application/markdown", "application/x-yaml")  # fmt: skip
 SNIFFED = 4096  # bytes looked at for a character set or signs of a binary file
+MAIN_CHARACTERS = 1_000_000  # of HTML in which the main part is looked for
+MAIN_TAGS = 20_000  # and tags in it, closing ones included
 ODD_SHARE = 0.1  # of characters that no text has, above which a "text" is none
 # How binary files begin, whatever their headers say.
 _SIGNATURES = (b"PK\x03\x04", b"\x89PNG", b"GIF8", b"\xff\xd8\xff", b"\x1f\x8b", b"BZh", b"7z\xbc\xaf", b"Rar!",
                b"RIFF", b"OggS", b"ID3", b"\x7fELF", b"\xd0\xcf\x11\xe0", b"wOFF", b"wOF2")  # fmt: skip
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_.:-]{2,40})""", re.IGNORECASE)
+_CHARACTER_SETS = re.compile(
+    r"ascii|utf-(8|16|32)(-[bl]e)?|iso8859-\d+|cp\d+|koi8-[rut]|mac-\w+|tis-620|gb\w+|hz|big5\w*|euc_\w+|shift_jis\w*|"
+    r"iso2022_\w+|johab"
+)
 # Names that browsers read as a larger set (WHATWG Encoding Standard).
 _LARGER = {"iso8859-1": "cp1252", "ascii": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030",
            "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs"}  # fmt: skip
@@ -55,13 +62,19 @@ def read_page(content, content_type, url):
     return Page(title or unquote(urlsplit(url).path).rpartition("/")[2], url, clean(body))
 
 
-def extract(html):
-    """(title, main text) of an HTML document; all of its text when no main part is found."""
+def extract(document):
+    """(title, main text) of an HTML document; all of its text when no main part is found, or it is very large.
+
+    Finding the main part takes time that grows with the square of some elements' number, minutes at the worst.
+    """
+    heading = re.search(r"<title[^>]*>([^<]{1,1000})", document, re.IGNORECASE)
+    title = html.unescape(heading[1]).strip() if heading else ""
     try:
-        found = trafilatura.bare_extraction(html, include_comments=False, with_metadata=True)
-        if found is not None and (found.text or "").strip():
-            return found.title or "", found.text
-        return "", trafilatura.html2txt(html)
+        if len(document) <= MAIN_CHARACTERS and document.count("<") <= MAIN_TAGS:
+            found = trafilatura.bare_extraction(document, include_comments=False, with_metadata=True)
+            if found is not None and (found.text or "").strip():
+                return found.title or title, found.text
+        return title, trafilatura.html2txt(document)
     except (LxmlError, ValueError, RecursionError):
         raise CallFailure("empty", "the page's HTML cannot be read") from None
 
@@ -104,10 +117,9 @@ def find_charset(content, content_type):
 
 
 def _codec(label):
-    """Python's name of a character set that decodes bytes to text, None for any other label."""
+    """Python's name of a character set, None for any other label: Python knows codecs that no page should choose."""
     try:
         name = codecs.lookup(label).name
-        b"".decode(name)
-    except (LookupError, ValueError):  # unknown, or one of Python's that are no character sets
+    except (LookupError, ValueError):
         return None
-    return _LARGER.get(name, name)
+    return _LARGER.get(name, name) if _CHARACTER_SETS.fullmatch(name) else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import config
 import protocol
 from records import Trajectory, Turn, seed_from
-from sampler import TOOL_STOP, SamplerError
+from sampler import TOOL_STOP, SamplerError, check_completion
 
 
 @dataclass
@@ -141,17 +141,3 @@ class Rollout:
         response.add_observation(ids)
         response.turns.append(Turn(text, call, appended, observation.status))
         return True
-
-
-def check_completion(completion):
-    """SamplerError when a reply cannot be trained on: lengths differ, or a log-prob is missing or not finite."""
-    if not completion.token_ids:
-        raise SamplerError("empty_reply", "the sampler returned no token")
-    if len(completion.token_ids) != len(completion.logprobs):
-        raise SamplerError(
-            "lengths", f"{len(completion.token_ids)} ids but {len(completion.logprobs)} log-probs in one reply"
-        )
-    # servers send null, or a sentinel such as -9999, for values JSON cannot carry
-    odd = [value for value in completion.logprobs if value is None or not -1000 < value <= 0]
-    if odd:
-        raise SamplerError("logprobs", f"{len(odd)} log-probs that are none, the first {odd[0]}")

@@ -43,6 +43,20 @@ class Completion:
     stop_reason: str | None
 
 
+def check_completion(completion):
+    """SamplerError when a reply cannot be trained on: lengths differ, or a log-prob is missing or not finite."""
+    if not completion.token_ids:
+        raise SamplerError("empty_reply", "the sampler returned no token")
+    if len(completion.token_ids) != len(completion.logprobs):
+        raise SamplerError(
+            "lengths", f"{len(completion.token_ids)} ids but {len(completion.logprobs)} log-probs in one reply"
+        )
+    # servers send null, or a sentinel such as -9999, for values JSON cannot carry
+    odd = [value for value in completion.logprobs if value is None or not -1000 < value <= 0]
+    if odd:
+        raise SamplerError("logprobs", f"{len(odd)} log-probs that are none, the first {odd[0]}")
+
+
 @dataclass
 class _Request:
     pending: list[int]  # context not yet in the slot's cache
@@ -130,7 +144,7 @@ class InProcessSampler:
         self.active = {}  # slot -> _Request
         self.engine = None
 
-    def publish(self, version):
+    async def publish(self, version):
         """Serve the present weights as policy `version`: everything cached under older ones is dropped."""
         if self.active:
             raise RuntimeError("weights were changed while requests were being sampled")

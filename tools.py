@@ -78,7 +78,7 @@ class Tools:
 
 def _backend(constant, backends, name):
     if name not in backends:
-        raise ValueError(f"config.{constant} is {name!r}; allowed: auto, {', '.join(backends)}")
+        raise ValueError(f"config.{constant} is {name!r}; allowed: {', '.join(backends)}, auto")
     return backends[name]
 
 
@@ -139,8 +139,8 @@ class LocalCorpus:
             raise ToolFailure("index", f"the search index cannot be read: {error}") from error
 
 
-SEARCH_BACKENDS = {"deepseek": web.DeepSeek, "serper": web.Serper, "wikipedia": web.Wikipedia, "local": LocalCorpus}
-BROWSE_BACKENDS = {"jina": web.Jina, "direct": web.Direct, "local": LocalCorpus}
+SEARCH_BACKENDS = {"local": LocalCorpus, "deepseek": web.DeepSeek, "serper": web.Serper, "wikipedia": web.Wikipedia}
+BROWSE_BACKENDS = {"local": LocalCorpus, "jina": web.Jina, "direct": web.Direct}
 
 # The inner query ranks; the outer one makes snippets for the few rows that are returned.
 _SEARCH = f"""

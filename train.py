@@ -1,6 +1,6 @@
 """Tournament-GRPO, the whole training loop: question, K trajectories, tournament, reward, advantage, update.
 
-    python train.py [--run NAME] [--steps N]
+    python train.py [--run NAME] [--steps N] [--check]
 
 Article section -> function: 3 (tournament reward) reward.run_tournament, reward.normalize_wins;
 4 (advantage) credit.group_advantages, (loss) ppo_objective; 5 (rollout) rollout.Rollout.
@@ -10,25 +10,33 @@ Departures from the article and from the authors' code are tabled in the README.
 import argparse
 import asyncio
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+import checklist
 import checkpoint
 import config
 import preflight
 import prepare_data
+import web
+from collect import collect
 from credit import group_advantages
 from judge import Judge, JudgeError
+from ledger import LEDGER, cost_rows
 from metrics import Clock, Tracker, drop_uncommitted, group_metrics, step_line
 from policy import Policy, coverage
-from records import Journal, read_journal, seed_from, trajectory_from_json
-from reward import count_matches, score_group
+from records import seed_from
+from reward import count_matches
 from rollout import Rollout
 from sampler import InProcessSampler
+from server import ServerError
 from tools import Tools
+from vllm_sampler import VllmSampler, start_server
+from wire import AccountError
 
 
 def ppo_objective(current, old, advantages, *, clip_low, clip_high, dual_clip):
@@ -191,71 +199,19 @@ def take(questions, step):
     return [questions[i] for i in order[start : start + config.QUESTIONS_PER_STEP]]
 
 
-async def collect(questions, rollout, judge, folder, step, version):
-    """Roll out and judge a step's groups, all at once; returns their ScoredGroups in order.
-
-    A group's matches start when its own K trajectories are finished. Trajectories and matches that the run
-    folder already holds (of this step, from before a kill) are taken from it.
-    """
-    path = folder / "rollouts" / f"step-{step:06d}.jsonl"
-    kept = [trajectory_from_json(line) for _, line in read_journal(path)]
-    finished = {(t.question_id, t.k): t for t in kept if not t.broken and t.policy_version == version}
-    journal = Journal(path)
-    bars = [tqdm(total=len(questions) * config.K, desc=f"step {step} trajectories", leave=False),
-            tqdm(total=len(questions), desc=f"step {step} tournaments", leave=False)]  # fmt: skip
-
-    async def attempt(question, k, slot):
-        if (trajectory := finished.get((question.id, k))) is None:
-            trajectory = await rollout.run(question, k, step=step, version=version, slot=slot)
-            journal.append(trajectory)
-        bars[0].update()
-        return trajectory
-
-    async def one_group(place, question):
-        slots = range(place * config.K, (place + 1) * config.K)
-        trajectories = await asyncio.gather(*(attempt(question, k, slot) for k, slot in enumerate(slots)))
-        scored = await score_group(question, trajectories, judge, step=step)
-        bars[1].update()
-        return scored
-
-    # every group may finish what it has paid for before the first failure stops the step
-    results = await asyncio.gather(*(one_group(*item) for item in enumerate(questions)), return_exceptions=True)
-    for bar in bars:
-        bar.close()
-    journal.sync()
-    journal.close()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    _check_broken(results, path)
-    return results
-
-
-def _check_broken(groups, path):
-    finishes = [t.finish for group in groups for t in group.trajectories]
-    broken = [finish for finish in finishes if finish.startswith("error:")]
-    if len(broken) > config.MAX_BROKEN_SHARE * len(finishes):
-        raise SystemExit(
-            f"{len(broken)} of {len(finishes)} trajectories broke ({', '.join(sorted(set(broken)))}); see {path}. "
-            "Mend the cause and run the same command: finished trajectories are kept"
-        )
-
-
 class Run:
-    """Everything a training run holds between steps."""
+    """Everything a training run holds between steps. server: the policy's, None for the in-process sampler."""
 
-    def __init__(self, folder, questions, tools):
-        self.folder = folder
-        self.questions = questions
+    def __init__(self, folder, questions, tools, server):
+        self.folder, self.questions, self.tools = folder, questions, tools
         self.policy = Policy("cuda" if torch.cuda.is_available() else "cpu")
         self.optimizer = checkpoint.make_optimizer(self.policy)
         self.step, self.progress, skipped = checkpoint.load(folder, self.policy, self.optimizer)
         for damage in skipped:
             print(f"checkpoint skipped: {damage}")
-        self.policy.version = self.step
-        self.sampler = InProcessSampler(self.policy)
+        self.sampler = VllmSampler(self.policy, server, folder) if server else InProcessSampler(self.policy)
         self.rollout = Rollout(self.sampler, tools, self.policy.tokenizer)
-        self.judge = Judge(folder / "judge.jsonl")
+        self.judge = Judge(folder / "judge.jsonl", server_url=server.url if server else "")
         drop_uncommitted(folder, self.step)
         self.tracker = Tracker(folder, checkpoint.constants())
 
@@ -273,31 +229,30 @@ class Run:
 
     async def train(self):
         """Steps until config.STEPS; each is committed by its checkpoint's rename."""
+        await self.sampler.publish(self.step)
         for step in range(self.step + 1, config.STEPS + 1):
-            clock = Clock()
+            clock, before = Clock(), self.judge.totals()
             questions = take(self.questions, step)
-            before = self.judge.totals()
-            groups = await collect(questions, self.rollout, self.judge, self.folder, step, self.policy.version)
+            groups, refused = await collect(questions, self.rollout, self.judge, self.folder, step, self.policy.version)
             clock.lap("rollout_and_judge")
             batch = build_batch(groups, step)
             with tqdm(total=len(batch.rows), desc=f"step {step} update", leave=False) as bar:
                 trained = update(self.policy, self.optimizer, batch, bar)
             clock.lap("update")
-            metrics = {
-                **group_metrics(groups),
-                **{f"judge/{name}": total - before[name] for name, total in self.judge.totals().items()},
-                **trained,
-            }
-            self._commit(step, metrics, clock)
+            asked = {f"judge/{name}": total - before[name] for name, total in self.judge.totals().items()}
+            metrics = {**group_metrics(groups), **asked, "judge/refused_groups": refused, **trained}
+            await self._commit(step, metrics, clock)
             print(step_line(step, metrics, self.judge.calls, clock))
+        await self.tools.close()
+        await self.judge.close()
 
-    def _commit(self, step, metrics, clock):
+    async def _commit(self, step, metrics, clock):
         """Metrics, then the checkpoint, then the weights in service: in that order, so that a kill loses no line."""
         _count_skips(self.progress, metrics)
         self.judge.journal.sync()
         self.tracker.log(step, {**metrics, **clock.laps})
         checkpoint.save(self.folder, step, self.policy, self.optimizer, self.progress)
-        self.sampler.publish(step)
+        await self.sampler.publish(step)
         clock.lap("commit")
 
 
@@ -326,25 +281,35 @@ def main(argv=None, kind="train"):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", help="run to continue or to start; default: see the README")
     parser.add_argument("--steps", type=int, help="train up to this step instead of config.STEPS")
+    parser.add_argument("--check", action="store_true", help="try everything a run leans on, and start nothing")
     arguments = parser.parse_args(argv)
     if arguments.steps is not None:
         config.STEPS = arguments.steps
+    if arguments.check:
+        raise SystemExit(checklist.run())
     preflight.check()
+    config.SEARCH_BACKEND, config.BROWSE_BACKEND, notes = web.resolve_backends()  # once, and kept in the run's config
     questions = load_training_questions()
     try:
         tools = Tools()
     except (OSError, ValueError) as error:  # no corpus, or a broken one: said before a run is made
         raise SystemExit(str(error)) from None
-    folder, why = checkpoint.open_run(arguments.run, kind)
-    print(f"run: {folder} ({why})")
-    run = Run(folder, questions, tools)
-    run.describe()
+    started = time.monotonic()
     try:
-        asyncio.run(run.train())
-    except JudgeError as error:
+        folder, why = checkpoint.open_run(arguments.run, kind)
+        print("\n".join([f"run: {folder} ({why})", *notes]))
+        with start_server(folder) as server:  # before the trainer takes its memory
+            run = Run(folder, questions, tools, server)
+            run.describe()
+            try:
+                asyncio.run(run.train())
+            finally:
+                run.tracker.close()
+    except (JudgeError, AccountError, ServerError) as error:
         raise SystemExit(f"stopped: {error}") from None
-    finally:
-        run.tracker.close()
+    for what, amount, dollars in cost_rows(LEDGER.summary(), (time.monotonic() - started) / 3600 if server else 0.0):
+        if dollars:
+            print(f"cost: {what} {'' if amount is None else f'{amount:,.2f}'}  ${dollars:.2f}")
     return folder
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import config
 from judge import Judge, JudgeError, VerdictError, coverage, parse_verdict, render_prompt, rule_reply
+from judges import Reply
 from records import Rubric, read_journal
 
 PLACE = {"step": 1, "question_id": "q1", "repeat": 0, "round": 0, "index": 0, "players": [4, 2]}
@@ -82,7 +83,7 @@ def test_rule_judge_prefers_coverage_then_brevity_then_order():
     rubrics = (Rubric("a", 'States "Paris".', "", "critical"), Rubric("b", 'States "68 million".', "", "important"))
 
     def winner(*answers):
-        return json.loads(asyncio.run(rule_reply("q", rubrics, answers, 1)))["winners"]
+        return json.loads(asyncio.run(rule_reply("q", rubrics, answers, 1)).raw)["winners"]
 
     assert winner("It is PARIS.", "Paris has 68  million people in a long text") == [2]
     assert winner("Paris, as we all know", "Paris") == [2]
@@ -110,7 +111,7 @@ def make_judge(tmp_path, *replies):
         value = script.pop(0) if len(script) > 1 else script[0]
         if isinstance(value, float):
             await asyncio.sleep(value)
-        return str(value)
+        return Reply(str(value), "scripted", 30, 4)
 
     judge.reply = reply
     config.JUDGE_PAUSE = 0.001
@@ -132,6 +133,8 @@ def test_a_failed_reply_is_asked_again_and_both_are_journaled(tmp_path):
     assert (first["error"], first["winners"], first["attempt"], first["raw"]) == ("no_verdict", None, 1, "report 2")
     assert (second["error"], second["winners"], second["attempt"]) == (None, [1], 2)
     assert second["players"] == [4, 2] and judge.calls == 2
+    assert (second["model"], second["input_tokens"], second["output_tokens"]) == ("scripted", 30, 4)
+    assert (judge.input_tokens, judge.output_tokens) == (60, 8)
 
 
 def test_three_failures_stop_with_an_error_and_never_a_winner(tmp_path):

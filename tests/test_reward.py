@@ -150,8 +150,8 @@ def test_reward_is_tournament_plus_format():
     assert judge.lines[1]["rewards"] == list(scored.rewards)
 
 
-def test_missing_answers_play_may_win_and_then_get_zero():
-    """The empty text wins every match here, sets the maximum, and is still worth nothing."""
+def test_PROTO_08_missing_answers_play_may_win_and_then_get_zero():
+    """The article outranks the report: the empty text wins every match, sets the maximum, and is worth nothing."""
     scored, _ = score(["no answer at all", GOOD.format("bb"), GOOD.format("ccc"), GOOD.format("d")], shortest)
     assert scored.raw_scores[0] == max(scored.raw_scores) == 8.0
     assert scored.tournament_rewards[0] == 0.0 and scored.rewards[0] == 0.0

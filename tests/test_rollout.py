@@ -12,8 +12,8 @@ import config
 from protocol import BUDGET_NOTICE
 from records import Journal, Question, read_journal, trajectory_from_json
 from reward import check_format
-from rollout import Rollout, check_completion
-from sampler import Completion, SamplerError
+from rollout import Rollout
+from sampler import Completion, SamplerError, check_completion
 
 SEARCH = 'why</think>\n<call_tool name="google_search">capital of France</call_tool>'
 AGAIN = "<think>more" + SEARCH[3:]

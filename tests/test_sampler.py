@@ -1,7 +1,9 @@
 """The in-process engine against transformers' own generation, and its independence of company."""
 
 import asyncio
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import use_demo
@@ -62,7 +64,8 @@ def test_greedy_equals_transformers(policy, sampler):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_logprobs_are_the_models(policy, sampler, temperature):
+def test_LOSS_09_logprobs_are_the_models_over_the_whole_vocabulary(policy, sampler, temperature):
+    """There is no top-p, top-k or min-p to renormalise over: the trainer's log-probs are the sampler's."""
     (completion,) = sample(sampler, ("Spain", 5, 1), temperature=temperature)
     expected = model_logprobs(policy, ids_of(policy, "Spain"), completion.token_ids, temperature)
     assert completion.logprobs == pytest.approx(expected, abs=2e-5)
@@ -102,7 +105,7 @@ def test_new_weights_drop_the_cache(policy, sampler):
     with torch.no_grad():
         weight.add_(0.5)
     try:
-        sampler.publish(1)
+        asyncio.run(sampler.publish(1))
         after = sample(sampler, ("France", 1, 0))[0]
         expected = model_logprobs(policy, ids_of(policy, "France"), after.token_ids)
     finally:
@@ -188,3 +191,16 @@ def test_a_deadline_frees_the_slot(policy, sampler):
         return await sampler.sample(ids_of(policy, "Spain"), max_tokens=20, temperature=1.0, seed=2, slot=0)
 
     assert asyncio.run(late()) == sample(sampler, ("Spain", 2, 0), max_tokens=20)[0]
+
+
+def test_tokens_are_drawn_from_the_models_distribution(policy, sampler):
+    """A thousand first tokens against the probabilities, in total variation."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0] + [-50.0] * 4])
+    counts = torch.zeros(8)
+    for seed in range(1000):
+        draws = np.random.Generator(np.random.Philox(seed)).random(1)
+        sampler.active[0] = SimpleNamespace(temperature=1.0, draws=draws, sampled=[])
+        ids, _ = sampler._choose(logits, [0])
+        counts[ids[0]] += 1
+    sampler.active.clear()
+    assert float((counts / 1000 - logits.softmax(1)[0]).abs().sum() / 2) < 0.05

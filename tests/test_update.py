@@ -56,8 +56,8 @@ def gradients(policy, rows, budget):
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_gradients_do_not_depend_on_micro_batches(policy, updates):
-    """LOSS-05, LOSS-06: one by one, all at once, and mixed."""
+def test_LOSS_06_gradients_do_not_depend_on_micro_batches(policy, updates):
+    """One by one, all at once, and mixed: the same gradient, not only the same logged loss."""
     rows = make_rows(policy, [17, 40, 23, 31, 12, 40])
     if updates == 2:
         for row in rows:
