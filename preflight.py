@@ -23,6 +23,7 @@ AT_LEAST = {
     "CHECKPOINTS_KEPT": 1, "CHECKPOINT_FOREVER_EVERY": 1, "WIRE_TRIES": 1, "WIRE_BYTES": 1, "JUDGE_MAX_TOKENS": 1,
     "JEV_CONCURRENCY": 1, "JINA_TOKENS": 500, "FETCH_REDIRECTS": 0, "SERVER_CONTEXT": 1, "SERVER_SEQUENCES": 1,
 }  # fmt: skip
+RUBRIC_TOKENS = 2048  # of a whole rubric and the judge's instructions
 ABOVE_ZERO = ("LEARNING_RATE", "GRADIENT_CLIP", "TEMPERATURE", "ADVANTAGE_EPS", "LOG_RATIO_CLAMP",
               "TRAJECTORY_DEADLINE", "TOOL_TIMEOUT", "JUDGE_TIMEOUT", "RETRY_PAUSE", "RETRY_AFTER_CAP",
               "SERVER_MEMORY_FRACTION", "SERVER_START_TIMEOUT")  # fmt: skip
@@ -45,7 +46,21 @@ def config_problems():
                  if type(value := getattr(config, name)) is not int or value < least]  # fmt: skip
     problems += [f"config.{name} = {value!r} must be a number above 0"
                  for name in ABOVE_ZERO if not _number(value := getattr(config, name)) or value <= 0]  # fmt: skip
-    return problems
+    return problems or _context_problems()
+
+
+def _context_problems():
+    """The server's context must hold a trajectory, and two full answers where its base model is the judge."""
+    if config.SAMPLER == "in_process":
+        return []
+    need, what = config.MAX_PROMPT_TOKENS + config.RESPONSE_TOKENS, "a prompt and a response"
+    if config.JUDGE_BACKEND == "openai" and not config.JUDGE_URL:
+        need = config.MAX_PROMPT_TOKENS + 2 * config.RESPONSE_TOKENS + RUBRIC_TOKENS + config.JUDGE_MAX_TOKENS
+        what = "a question, its rubric, two full answers and the judge's reply"
+    if need <= config.SERVER_CONTEXT:
+        return []
+    return [f"config.SERVER_CONTEXT = {config.SERVER_CONTEXT} tokens is too small for {what}: raise it to {need} or "
+            "more, or lower RESPONSE_TOKENS"]  # fmt: skip
 
 
 def _number(value):

@@ -167,11 +167,10 @@ class VllmServer:
         if time.monotonic() > self.deadline:
             raise ServerError(self._report(f"the vLLM server did not answer in {config.SERVER_START_TIMEOUT} s"))
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            health = httpx.get(f"{self.url}/health", timeout=2, trust_env=False)
-            names = {model["id"] for model in _models(self.url)} if health.is_success else ()
-            if names and self.mark not in names:
+            httpx.get(f"{self.url}/health", timeout=2, trust_env=False).raise_for_status()
+            if self.mark not in {model["id"] for model in _models(self.url)}:
                 raise ServerError(self._report(f"another server answers at {self.url}; set SERVER_PORT to a free port"))
-            return self.mark in names
+            return True
         return False
 
     def _attach(self):

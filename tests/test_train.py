@@ -12,6 +12,7 @@ from conftest import ROOT, use_demo
 
 import checkpoint
 import config
+import preflight
 import train
 from policy import Policy
 from records import read_journal, trajectory_from_json
@@ -144,6 +145,13 @@ def test_unknown_constant_values_are_named_before_anything_else(tmp_path):
     text = str(caught.value)
     assert "config.JUDGE_BACKEND = 'oracle' is not one of" in text
     assert "config.K = 1 must be a whole number of at least 2" in text and "LEARNING_RATE" in text
+
+
+def test_a_context_too_small_for_the_judge_is_named_with_the_size_it_needs():
+    config.SAMPLER, config.JUDGE_BACKEND, config.SERVER_CONTEXT = "vllm", "openai", 40_000
+    assert ["43168" in problem and "SERVER_CONTEXT" in problem for problem in preflight.config_problems()] == [True]
+    config.JUDGE_URL = "https://judge.example/v1"
+    assert preflight.config_problems() == []
 
 
 def test_missing_corpus_is_one_line(tmp_path, monkeypatch):

@@ -185,6 +185,22 @@ def test_after_a_restart_the_adapter_is_published_before_anything_is_sampled(sam
     assert len(stub.bodies("/v1/load_lora_adapter")) == 1
 
 
+def test_a_request_that_reached_the_restarted_server_too_early_is_asked_again(sampler, stub):
+    """It waited for a connection while another one's failure led to the restart."""
+
+    def complete(body):
+        if stub.starts == 1:
+            stub.starts = 2
+            return 404, error("no such model")
+        return 200, reply_to(body, [5], [-0.5])
+
+    stub.complete = complete
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adapters.prove", lambda *_: asyncio.sleep(0))
+        assert sample(sampler).token_ids == (5,)
+    assert len(stub.bodies("/v1/load_lora_adapter")) == 1 and not stub.revived
+
+
 def test_a_server_that_is_lost_stops_the_run(sampler, stub):
     async def revive():
         raise ServerError("the vLLM server died a second time")
