@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, use_demo
+from peers import Peer, chat_reply, ok
 
 import checkpoint
 import config
@@ -176,6 +177,27 @@ def test_too_few_questions_are_refused(tmp_path):
         config.TRAIN_FILE, config.QUESTIONS_PER_STEP = questions_file(tmp_path), 100_000
         with pytest.raises(SystemExit, match="fewer than QUESTIONS_PER_STEP"):
             train.load_training_questions()
+
+
+def test_a_wrong_key_stops_in_one_line_and_the_right_one_continues(tmp_path, monkeypatch):
+    """Rollouts that are paid for are kept, and the key is nowhere in the run folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-wrong-4711")
+    refused = (401, {}, {"error": {"message": "Incorrect API key provided: sk-wrong-4711"}})
+    with use_demo(), Peer(refused) as peer:
+        config.TRAIN_FILE, config.CORPUS_FILE = questions_file(tmp_path), str(tmp_path / "world" / "corpus.jsonl")
+        config.QUESTIONS_PER_STEP, config.K, config.REPEATS, config.SLOTS = 2, 4, 1, 8
+        config.JUDGE_BACKEND, config.JUDGE_URL, config.JUDGE_MODEL = "openai", peer.url, "judge-1"
+        with pytest.raises(SystemExit, match="stopped: judge: .* 401.*JUDGE_API_KEY") as caught:
+            train.main(["--run", "keyed", "--steps", "1"])
+        assert "\n" not in str(caught.value)
+        folder = tmp_path / "runs" / "keyed"
+        rollouts = (folder / "rollouts" / "step-000001.jsonl").read_bytes()
+        peer.script[:] = [lambda asked: ok(chat_reply('{"winners": [1]}', asked.json["model"]))]
+        assert train.main(["--run", "keyed", "--steps", "1"]) == Path("runs/keyed")
+    assert (folder / "rollouts" / "step-000001.jsonl").read_bytes() == rollouts
+    assert lines(folder / "metrics.jsonl")[0]["judge/input_tokens"] == 2 * 3 * 900  # two groups of three matches
+    assert not [path for path in folder.rglob("*") if path.is_file() and b"4711" in path.read_bytes()]
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
