@@ -1,5 +1,7 @@
 """What a run folder remembers: its constants, and checkpoints that are complete or not there at all."""
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -41,6 +43,8 @@ def open_run(name, kind):
     """
     runs = Path(config.RUNS_DIR)
     if name:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise SystemExit(f"--run {name!r}: a run's name is one word of letters, digits, dots and dashes")
         folder = runs / name
         if not (folder / "config.json").exists():
             return _new_run(folder), "a new run of that name"
@@ -60,6 +64,17 @@ def open_run(name, kind):
             )
     number = int(numbered[0].name[-4:]) + 1 if numbered else 1
     return _new_run(runs / f"{kind}-{number:04d}"), "no unfinished run has these constants"
+
+
+@contextlib.contextmanager
+def claimed(folder):
+    """Hold a run folder for this process; SystemExit when another is working in it. A dead process holds nothing."""
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"{folder} is in use by another process; wait for it, or use --run OTHER_NAME") from None
+        yield
 
 
 def differences(folder):

@@ -149,20 +149,23 @@ class RuleJudge:
 
 
 BACKENDS = {
-    "rule": lambda server_url: RuleJudge(),
-    "openai": lambda server_url: ChatJudge(render_prompt, server_url),
-    "jev": lambda server_url: JevJudge(),
+    "rule": lambda *server: RuleJudge(),
+    "openai": lambda *server: ChatJudge(render_prompt, *server),
+    "jev": lambda *server: JevJudge(),
 }
 
 
 class Judge:
     """Asks a back end, retries, and writes every attempt to judge.jsonl, which is also its memory.
 
-    server_url: the policy's server, which judges when config.JUDGE_URL is empty. `name` identifies the judge.
+    server_url, server_model: the policy's server and its base model, which judges when config.JUDGE_URL is empty.
+    revive: async, awaited when the connection broke, before the next attempt: a server that died may come back.
+    `name` identifies the judge.
     """
 
-    def __init__(self, path, *, server_url=""):
-        backend = BACKENDS[config.JUDGE_BACKEND](server_url)
+    def __init__(self, path, *, server_url="", server_model="", revive=None):
+        backend = BACKENDS[config.JUDGE_BACKEND](server_url, server_model)
+        self.revive = revive
         self.name, self.prompt, self.reply, self.close = backend.name, backend.prompt, backend.reply, backend.close
         self.calls, self.input_tokens, self.output_tokens, self.seconds = 0, 0, 0, 0.0
         self.limit = asyncio.Semaphore(min(config.JUDGE_CONCURRENCY, backend.concurrency))
@@ -210,6 +213,8 @@ class Judge:
             if error.final:
                 break
             if attempt < config.JUDGE_TRIES:
+                if error.kind == "connection" and self.revive:
+                    await self.revive()
                 await asyncio.sleep(config.JUDGE_PAUSE * attempt)
         raise JudgeError(
             f"no verdict from judge {self.name!r} in {attempt} attempts (step {place['step']}, question "

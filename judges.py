@@ -79,13 +79,13 @@ class ChatJudge:
     """A chat model behind /v1/chat/completions, at temperature 0 with the authors' other settings.
 
     render: (query, rubrics, answers, num_winners) -> chat messages. server_url: of the policy's server, used when
-    config.JUDGE_URL is empty. Raises ValueError for an address that is none.
+    config.JUDGE_URL is empty; server_model: its base model's name there. Raises ValueError for an address that is none.
     """
 
-    def __init__(self, render, server_url=""):
+    def __init__(self, render, server_url="", server_model=""):
         url = _checked_url("config.JUDGE_URL", config.JUDGE_URL or server_url)
         self.url = f"{url}/chat/completions" if urlsplit(url).path else f"{url}/v1/chat/completions"
-        self.model = config.JUDGE_MODEL or config.MODEL
+        self.model = config.JUDGE_MODEL or (server_model if not config.JUDGE_URL else "") or config.MODEL
         self.name, self.prompt, self.concurrency = f"openai:{self.model}", render, config.JUDGE_CONCURRENCY
         local = is_loopback(url)
         self._key = Key(("JUDGE_API_KEY",) if local else ("JUDGE_API_KEY", "OPENAI_API_KEY"), optional=True)

@@ -121,7 +121,8 @@ class Policy:
 
     def save_adapter(self, folder):
         """Write the adapter in PEFT's layout (adapter_config.json, adapter_model.safetensors)."""
-        self.model.save_pretrained(str(folder))
+        # without the argument PEFT asks the hub for the base model's configuration at every save
+        self.model.save_pretrained(str(folder), save_embedding_layers=False)
 
 
 def load_tokenizer():

@@ -77,6 +77,7 @@ class VllmServer:
         self.base = config.MODEL
         self.attached = os.environ.get("VLLM_URL")
         self.url = (self.attached or "").rstrip("/").removesuffix("/v1")
+        self.port = config.SERVER_PORT  # a restarted server is found where the first one was
         self.starts = 0
         self.process = None
         self._revival = None
@@ -147,10 +148,10 @@ class VllmServer:
         self.process = None
 
     def _launch(self):
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self.port = _free_port(self.port)
+        self.url = f"http://127.0.0.1:{self.port}"
         self.mark = f"ours-{secrets.token_hex(8)}"
-        command = command_line(port, self.mark, self.served)
+        command = command_line(self.port, self.mark, self.served)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
@@ -207,16 +208,16 @@ def _models(url):
     return data
 
 
-def _free_port():
-    """config.SERVER_PORT when nobody listens there, or any free port when it is 0."""
+def _free_port(wanted):
+    """The wanted port when nobody listens there, or any free one for 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a run just ended is free
         try:
-            probe.bind(("127.0.0.1", config.SERVER_PORT))
+            probe.bind(("127.0.0.1", wanted))
         except OSError as error:
             raise ServerError(
-                f"port {config.SERVER_PORT} is taken ({error.strerror}): end the process that listens there "
-                f"(ss -ltnp 'sport = :{config.SERVER_PORT}'), or set SERVER_PORT to another one, or to 0"
+                f"port {wanted} is taken ({error.strerror}): end the process that listens there "
+                f"(ss -ltnp 'sport = :{wanted}'), or set SERVER_PORT to another one, or to 0"
             ) from None
         return probe.getsockname()[1]
 

@@ -211,7 +211,8 @@ class Run:
             print(f"checkpoint skipped: {damage}")
         self.sampler = VllmSampler(self.policy, server, folder) if server else InProcessSampler(self.policy)
         self.rollout = Rollout(self.sampler, tools, self.policy.tokenizer)
-        self.judge = Judge(folder / "judge.jsonl", server_url=server.url if server else "")
+        own = {"server_url": server.url, "server_model": server.base, "revive": server.revive} if server else {}
+        self.judge = Judge(folder / "judge.jsonl", **own)
         drop_uncommitted(folder, self.step)
         self.tracker = Tracker(folder, checkpoint.constants())
 
@@ -298,7 +299,8 @@ def main(argv=None, kind="train"):
     try:
         folder, why = checkpoint.open_run(arguments.run, kind)
         print("\n".join([f"run: {folder} ({why})", *notes]))
-        with start_server(folder) as server:  # before the trainer takes its memory
+        # the server starts before the trainer takes its memory
+        with checkpoint.claimed(folder), start_server(folder) as server:
             run = Run(folder, questions, tools, server)
             run.describe()
             try:
@@ -307,6 +309,8 @@ def main(argv=None, kind="train"):
                 run.tracker.close()
     except (JudgeError, AccountError, ServerError) as error:
         raise SystemExit(f"stopped: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: run the same command to continue inside the step") from None
     for what, amount, dollars in cost_rows(LEDGER.summary(), (time.monotonic() - started) / 3600 if server else 0.0):
         if dollars:
             print(f"cost: {what} {'' if amount is None else f'{amount:,.2f}'}  ${dollars:.2f}")

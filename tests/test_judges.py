@@ -538,3 +538,22 @@ def test_loopback_is_known_in_every_form():
         assert judges.is_loopback(url)
     assert not any(map(judges.is_loopback, ("https://api.openai.com", "http://10.0.0.1", "http://127.0.0.1.e.org")))
     assert JevJudge().url == "https://api.typesafe.ai/v1/systemone"
+
+
+def test_a_server_that_died_is_revived_before_the_next_attempt(tmp_path):
+    """The policy's own server judges; its port answers again once it is back."""
+    config.JUDGE_BACKEND, config.JUDGE_MODEL, config.JUDGE_URL = "openai", "", ""
+    config.JUDGE_PAUSE, config.WIRE_TRIES = 0.001, 1
+    with Peer(lambda asked: ok(chat_reply('{"winners": [2]}', asked.json["model"]))) as peer:
+        judge = Judge(tmp_path / "judge.jsonl", server_url="http://127.0.0.1:9", server_model="served-name")
+        revived = []
+
+        async def revive():
+            revived.append(True)
+            judge.reply.__self__.url = f"{peer.url}/v1/chat/completions"
+
+        judge.revive = revive
+        place = {"step": 1, "question_id": "q", "repeat": 0, "round": 0, "index": 0, "players": [0, 1]}
+        winners = asyncio.run(judge.pick("q", QUESTION.rubrics, ["a", "b"], 1, place=place))
+    assert winners == (1,) and revived == [True]
+    assert peer.asked[0].json["model"] == "served-name"

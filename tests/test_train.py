@@ -130,6 +130,35 @@ def test_changed_constants_are_refused_with_a_list(whole):
     assert "SEED was 0, is 5" in output and "Traceback" not in output
 
 
+def test_a_run_in_use_is_refused(tmp_path):
+    with checkpoint.claimed(tmp_path), pytest.raises(SystemExit, match="in use by another process"), (
+        checkpoint.claimed(tmp_path)
+    ):  # fmt: skip
+        pass
+    with checkpoint.claimed(tmp_path):  # free again
+        pass
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "a b"])
+def test_a_run_name_is_one_word(tmp_path, name):
+    config.RUNS_DIR = str(tmp_path)
+    with pytest.raises(SystemExit, match="one word"):
+        checkpoint.open_run(name, "train")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_is_one_line_and_the_step_goes_on_later(tmp_path, whole):
+    process = start(tmp_path, "--run", "one", "--steps", "1")
+    rollouts = tmp_path / "runs" / "one" / "rollouts" / "step-000001.jsonl"
+    wait_for(lambda: rollouts.exists() and len(lines(rollouts)) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted: run the same command" in finish(process, code=1)
+    kept = len(lines(rollouts))
+    finish(start(tmp_path, "--run", "one", "--steps", "1"))
+    assert adapter(tmp_path / "runs" / "one", 1)
+    assert len(lines(rollouts)) == 8 and kept < 8
+
+
 # ---- wrong input ---------------------------------------------------------------------------------
 
 

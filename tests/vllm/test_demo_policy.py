@@ -32,10 +32,12 @@ def run(tmp_path_factory):
     """A finished run of two steps, its server still up; loop runs its coroutines, proofs has what they returned."""
     folder = tmp_path_factory.mktemp("run")
     corpus.build(folder)
-    files = {"CORPUS_FILE": str(folder / "corpus.jsonl"), "TRAIN_FILE": str(folder / "train.parquet")}
-    shape = {**settings.SETTINGS, **files, "MODEL": str(ROOT / "demo" / "policy"), "SERVER_CONTEXT": 1024}
-    shape["SYSTEM_PROMPT_FILE"] = str(ROOT / "demo" / "prompt.txt")
-    steps = {"STEPS": 2, "QUESTIONS_PER_STEP": 4, "K": 4, "LEARNING_RATE": demo.TRAINING["LEARNING_RATE"]}
+    shape = {
+        **settings.SETTINGS, **demo.TRAINING, "SAMPLER": "vllm", "STEPS": 2, "K": 4,
+        "MODEL": str(ROOT / "demo" / "policy"), "SYSTEM_PROMPT_FILE": str(ROOT / "demo" / "prompt.txt"),
+        "CORPUS_FILE": str(folder / "corpus.jsonl"), "TRAIN_FILE": str(folder / "train.parquet"),
+        "SERVER_CONTEXT": 1024, "SERVER_EXTRA_ARGS": NO_CHUNKS,
+    }  # fmt: skip
     proofs, probe, prove = {}, adapters.probe, adapters.prove
 
     async def noted_probe(sampler):
@@ -45,7 +47,7 @@ def run(tmp_path_factory):
     async def noted_prove(sampler, name):
         proofs[name] = await prove(sampler, name)
 
-    with real.constants(**shape, **steps, SERVER_EXTRA_ARGS=NO_CHUNKS), pytest.MonkeyPatch.context() as patch:
+    with real.constants(**shape), pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "probe", noted_probe)
         patch.setattr(adapters, "prove", noted_prove)
         with start_server(folder) as server, asyncio.Runner() as loop:
@@ -79,13 +81,21 @@ def test_every_version_was_published_and_proved(run):
 
 
 def test_the_second_step_was_sampled_from_the_updated_policy(run):
-    """Log-probs in the journal against the trainer's, for the weights after step 1 (checkpointed) and for step 0's."""
+    """Its log-probs are those of version 1 to 1e-4, and far from those of version 0 (the model without its adapter)."""
     steps = [line for _, line in read_journal(run.folder / "metrics.jsonl")]
     print([{k: v for k, v in line.items() if k.startswith(("train/", "time/"))} for line in steps])
     assert [line["train/rows"] > 0 for line in steps] == [True, True]
     assert all(line["train/sampler_difference_max"] < 1e-4 for line in steps)
     assert {t.policy_version for t in rollouts(run, 2)} == {1}
     assert not any(t.broken for step in (1, 2) for t in rollouts(run, step))
+    t = max(rollouts(run, 2), key=lambda t: sum(t.loss_mask))
+    trained = [i for i, mask in enumerate(t.loss_mask) if mask]
+    row = adapters.Row([*t.prompt_ids, *t.token_ids], [len(t.prompt_ids) + i for i in trained], 1.0)
+    with torch.no_grad(), run.policy.model.disable_adapter():
+        version_0 = run.policy.logprobs([row])
+    moved = (version_0 - torch.tensor([t.logprobs[i] for i in trained])).abs().max()
+    print(moved)
+    assert moved > 1e-2
 
 
 def trainer_row(prompt, completion):
