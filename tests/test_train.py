@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, use_demo
 from peers import Peer, chat_reply, ok
+from safetensors.torch import load_file, save_file
 
 import checkpoint
 import config
@@ -252,6 +254,33 @@ def names(folder):
 def test_newest_two_stay_and_every_fifth(policy, tmp_path):
     saved(policy, tmp_path, range(1, 13))
     assert names(tmp_path) == ["step-000005", "step-000010", "step-000011", "step-000012"]
+
+
+def test_LORA_04_adapters_train_on_after_save_and_load(policy, tmp_path):
+    """And LORA-05: what is loaded is what was saved, tensor by tensor, not a new adapter."""
+    row = train.Row(list(range(8, 40)), list(range(10, 32)), torch.ones(22), torch.zeros(22), 1.0)
+    optimizer, fresh = checkpoint.make_optimizer(policy), set(policy.parameters)
+    train.update(policy, optimizer, train.Batch([row], 22))
+    checkpoint.save(tmp_path, 1, policy, optimizer, {})
+    saved_weights = {name: p.detach().clone() for name, p in policy.parameters.items()}
+    other = Policy()
+    resumed = checkpoint.make_optimizer(other)
+    assert checkpoint.load(tmp_path, other, resumed)[0] == 1
+    assert all(torch.equal(p, saved_weights[name]) for name, p in other.parameters.items())
+    assert set(other.parameters) == fresh and sum(len(g["params"]) for g in resumed.param_groups) == len(fresh)
+    for which, its_optimizer in ((policy, optimizer), (other, resumed)):
+        train.update(which, its_optimizer, train.Batch([row], 22))
+    assert any(not torch.equal(p, saved_weights[name]) for name, p in other.parameters.items())
+    assert all(torch.equal(p, policy.parameters[name]) for name, p in other.parameters.items())
+
+
+def test_LORA_05_the_manifest_notices_another_adapter(policy, tmp_path):
+    optimizer = saved(policy, tmp_path, [1])
+    file = tmp_path / "checkpoints" / "step-000001" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, file)
+    step, _, skipped = checkpoint.load(tmp_path, policy, optimizer)
+    assert step == 0 and "differs from its hash" in skipped[0]
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "no manifest"])

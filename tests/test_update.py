@@ -240,3 +240,16 @@ def test_lora_covers_gated_delta_nets(qwen35):
         f"linear_attn.{name}": 3 for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     }
     assert covered["self_attn.q_proj"] == 1 and covered["mlp.up_proj"] == 4
+
+
+def test_LORA_10_checkpointing_reaches_every_adapter(qwen35):
+    """Activations recomputed, base frozen: still every lora_B has a finite gradient other than zero."""
+    qwen35.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    qwen35.model.train()
+    rows = make_rows(qwen35, [24])
+    qwen35.logprobs(rows).sum().backward()
+    slopes = {name: p.grad for name, p in qwen35.parameters.items() if "lora_B" in name}
+    for parameter in qwen35.parameters.values():
+        parameter.grad = None
+    assert len(slopes) == sum(coverage(qwen35.model).values())
+    assert all(g is not None and g.isfinite().all() and g.abs().max() > 0 for g in slopes.values())
