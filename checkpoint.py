@@ -89,7 +89,12 @@ def differences(folder):
 
 
 def _new_run(folder):
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(
+            f"{folder} cannot be made ({error.strerror}); set RUNS_DIR to a folder you may write"
+        ) from None
     described = {
         "constants": constants(),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
@@ -110,8 +115,8 @@ def _git_commit():
 
 
 def last_step(folder):
-    """Number of the newest checkpoint in a run folder by name alone; 0 when there is none."""
-    return max((step for step, _ in _checkpoints(folder)), default=0)
+    """Step of the newest complete checkpoint in a run folder; 0 when there is none."""
+    return next((step for step, path in _checkpoints(folder) if not _damage(path)), 0)
 
 
 def _checkpoints(folder):
@@ -190,7 +195,7 @@ def _damage(path):
     """What is wrong with a checkpoint folder, in words; None when it is complete."""
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"no readable manifest ({type(error).__name__})"
     for name, expected in files.items():
         if not (path / name).exists():

@@ -23,8 +23,8 @@ async def collect(questions, rollout, judge, folder, step, version):
     kept = [trajectory_from_json(line) for _, line in read_journal(path)]
     finished = {(t.question_id, t.k): t for t in kept if not t.broken and t.policy_version == version}
     journal = Journal(path)
-    bars = [tqdm(total=len(questions) * config.K, desc=f"step {step} trajectories", leave=False),
-            tqdm(total=len(questions), desc=f"step {step} tournaments", leave=False)]  # fmt: skip
+    bars = [tqdm(total=len(questions) * config.K, desc=f"step {step} trajectories", leave=False, disable=None),
+            tqdm(total=len(questions), desc=f"step {step} tournaments", leave=False, disable=None)]  # fmt: skip
 
     async def attempt(question, k, slot):
         if (trajectory := finished.get((question.id, k))) is None:

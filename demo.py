@@ -8,6 +8,7 @@ steps against the last three, and a PNG of the curves.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -77,8 +78,8 @@ def configure(arguments):
     """Assign the demo's constants, and build corpus and questions where they are missing."""
     for name, value in {**SETTINGS, **TRAINING}.items():
         setattr(config, name, value)
-    config.MODEL = str(HERE / SETTINGS["MODEL"])
-    config.SYSTEM_PROMPT_FILE = str(HERE / SETTINGS["SYSTEM_PROMPT_FILE"])
+    for name in ("MODEL", "SYSTEM_PROMPT_FILE"):  # relative, so that a moved folder is still the same run
+        setattr(config, name, os.path.relpath(HERE / SETTINGS[name]))
     config.SEED = arguments.seed
     config.PERMUTE_ADVANTAGES = arguments.permute
     if not (Path(config.CORPUS_FILE).exists() and Path(config.TRAIN_FILE).exists()):
@@ -100,9 +101,9 @@ def replayed(path):
     lines = [line for _, line in read_journal(path)]
     rebuilt = rebuild_rewards(lines)
     scored = [line for line in lines if line["kind"] == "scored"]
-    equal = sum(rebuilt[line["step"], line["question_id"]] == dict(zip(line["players"], line["rewards"], strict=True))
-                for line in scored)  # fmt: skip
-    return f"gives the rewards of {equal} of {len(scored)} groups again"
+    last = {(line["step"], line["question_id"]): line for line in scored}  # a resumed step writes its lines again
+    equal = sum(rebuilt[key] == dict(zip(line["players"], line["rewards"], strict=True)) for key, line in last.items())
+    return f"gives the rewards of {equal} of {len(last)} groups again"
 
 
 def window(history):

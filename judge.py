@@ -171,9 +171,9 @@ class Judge:
         self.limit = asyncio.Semaphore(min(config.JUDGE_CONCURRENCY, backend.concurrency))
         self.decided, self.voided = {}, set()
         for _, line in read_journal(path):
-            if line["kind"] == "match" and line["winners"] is not None:
-                self.decided[self._key(line)] = tuple(line["winners"])
-            elif line["kind"] == "void":
+            if line.get("kind") == "match" and line["winners"] is not None:
+                self.decided[self._key(line)] = line
+            elif line.get("kind") == "void":
                 self.voided.add((line["step"], line["question_id"]))
         self.journal = Journal(path)
 
@@ -200,12 +200,12 @@ class Judge:
         prompt = self.prompt(question, rubrics, answers, num_winners)
         prompt_hash = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
         line = {"kind": "match", "judge": self.name, "prompt_hash": prompt_hash, **place}
-        if (winners := self.decided.get(self._key(line))) is not None:
-            return winners
+        if (known := self.decided.get(self._key(line))) is not None:
+            self.journal.append({**known, "cached": True})  # the matches after a `group` line are all of its matches
+            return tuple(known["winners"])
         for attempt in range(1, config.JUDGE_TRIES + 1):
             winners, error = await self._ask(line, attempt, (question, rubrics, answers, num_winners))
             if winners is not None:
-                self.decided[self._key(line)] = winners
                 return winners
             if error.kind in REFUSALS:
                 raise JudgeRefusal(f"judge {self.name!r} refuses question {place['question_id']} in step "
@@ -243,9 +243,12 @@ class Judge:
         self.seconds += seconds
         self.input_tokens += reply.input_tokens
         self.output_tokens += reply.output_tokens
-        self.journal.append({
+        done = {
             **line, "model": reply.model, "raw": reply.raw, "winners": winners, "error": failure and failure.kind,
             "attempt": attempt, "seconds": round(seconds, 4), "input_tokens": reply.input_tokens,
             "output_tokens": reply.output_tokens, "cached": False,
-        })  # fmt: skip
+        }  # fmt: skip
+        self.journal.append(done)
+        if winners is not None:
+            self.decided[self._key(line)] = done
         return winners, failure

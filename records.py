@@ -97,14 +97,6 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Group:
-    """K trajectories of one question, in order of k."""
-
-    question: Question
-    trajectories: tuple[Trajectory, ...]
-
-
-@dataclass(frozen=True)
 class Match:
     """One judge call: `players` in presentation order, `outcome` the ordered winners once decided."""
 
@@ -163,6 +155,10 @@ def trajectory_from_json(record):
     return Trajectory(**{**kept, "turns": turns})
 
 
+class JournalError(ValueError):
+    """A journal holds a line that is none of ours; the message names file and line."""
+
+
 class Journal:
     """An append-only JSONL file, one record per line.
 
@@ -198,8 +194,8 @@ class Journal:
 def read_journal(path):
     """Yield (line number, record) for each complete record of a JSONL file; nothing when it does not exist.
 
-    Only a cut line (the mark of a kill) is skipped: broken JSON inside the file that ends in a
-    closing brace raises ValueError with file and line.
+    Only a cut line (the mark of a kill) is skipped: broken JSON that ends in a closing brace, or JSON that is
+    no object, raises JournalError with file and line.
     """
     path = Path(path)
     if not path.exists():
@@ -207,7 +203,11 @@ def read_journal(path):
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield number, json.loads(line)
+                record = json.loads(line)
             except ValueError as error:
                 if line.rstrip().endswith("}"):
-                    raise ValueError(f"{path}:{number}: not JSON ({error}); mend or delete this line") from None
+                    raise JournalError(f"{path}:{number}: not JSON ({error}); mend or delete this line") from None
+                continue
+            if not isinstance(record, dict):
+                raise JournalError(f"{path}:{number}: not a JSON object; mend or delete this line")
+            yield number, record

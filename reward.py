@@ -259,8 +259,8 @@ def _spread(values, playing, size):
 def rebuild_rewards(lines):
     """Every group's rewards from the lines of judge.jsonl alone: {(step, question_id): {k: reward}}.
 
-    Wins are counted from the `match` lines, answers and formats come from the `group` lines;
-    Takes the article's scheme: wins, min-max, zero without answer, plus format.
+    Answers and formats come from a group's last `group` line (a resumed step writes it again), wins from the
+    `match` lines after it. The article's scheme: wins, min-max, zero without answer, plus format.
     """
     answers, wins = {}, {}
     for line in lines:

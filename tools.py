@@ -187,6 +187,7 @@ def _build_index(corpus, index, stamp):
             connection.execute("INSERT INTO words(words) VALUES ('rebuild')")
             connection.execute("INSERT INTO stamp VALUES (?)", (stamp,))
             connection.commit()
+        os.chmod(name, 0o644)  # readable for whoever shares the corpus
         os.replace(name, index)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -194,14 +195,14 @@ def _build_index(corpus, index, stamp):
 
 def _read_corpus(corpus):
     """Yield (line number, {"id", "url", "title", "text"}) with cleaned text; blank lines are passed over."""
-    with open(corpus, encoding="utf-8") as file:
+    with open(corpus, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
             except ValueError as error:
-                raise ValueError(f"{corpus}:{number}: not JSON ({error})") from None
+                raise ValueError(f"{corpus}:{number}: not JSON in UTF-8 ({error})") from None
             fields = record if isinstance(record, dict) else {}
             for field in ("url", "title", "text"):
                 if not isinstance(fields.get(field), str) or (field != "title" and not fields[field].strip()):

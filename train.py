@@ -29,7 +29,7 @@ from judge import Judge, JudgeError
 from ledger import LEDGER, cost_rows
 from metrics import Clock, Tracker, drop_uncommitted, group_metrics, step_line
 from policy import Policy, coverage
-from records import seed_from
+from records import JournalError, seed_from
 from reward import count_matches
 from rollout import Rollout
 from sampler import InProcessSampler
@@ -237,7 +237,7 @@ class Run:
             groups, refused = await collect(questions, self.rollout, self.judge, self.folder, step, self.policy.version)
             clock.lap("rollout_and_judge")
             batch = build_batch(groups, step)
-            with tqdm(total=len(batch.rows), desc=f"step {step} update", leave=False) as bar:
+            with tqdm(total=len(batch.rows), desc=f"step {step} update", leave=False, disable=None) as bar:
                 trained = update(self.policy, self.optimizer, batch, bar)
             clock.lap("update")
             asked = {f"judge/{name}": total - before[name] for name, total in self.judge.totals().items()}
@@ -307,7 +307,7 @@ def main(argv=None, kind="train"):
                 asyncio.run(run.train())
             finally:
                 run.tracker.close()
-    except (JudgeError, AccountError, ServerError) as error:
+    except (JudgeError, AccountError, ServerError, JournalError) as error:
         raise SystemExit(f"stopped: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("interrupted: run the same command to continue inside the step") from None

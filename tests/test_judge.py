@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import config
 from judge import Judge, JudgeError, VerdictError, coverage, parse_verdict, render_prompt, rule_reply
 from judges import Reply
-from records import Rubric, read_journal
+from records import JournalError, Rubric, read_journal
 
 PLACE = {"step": 1, "question_id": "q1", "repeat": 0, "round": 0, "index": 0, "players": [4, 2]}
 
@@ -155,6 +155,8 @@ def test_journaled_matches_are_not_asked_again(tmp_path):
     ask(make_judge(tmp_path, '{"winners": [2]}'))
     again = make_judge(tmp_path, "never asked")
     assert ask(again) == (1,) and again.calls == 0
+    first, repeated = lines(tmp_path)  # written once more, so that the lines after a `group` line are complete
+    assert repeated == {**first, "cached": True} and first["cached"] is False
     other = make_judge(tmp_path, '{"winners": [1]}')
     assert ask(other, repeat=1) == (0,) and other.calls == 1
 
@@ -166,3 +168,10 @@ def test_a_line_cut_by_a_kill_is_asked_again(tmp_path):
     judge = make_judge(tmp_path, '{"winners": [2]}')
     assert ask(judge) == (1,) and judge.calls == 1
     assert len(lines(tmp_path)) == 1 and len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("line", ['{"kind": "match",}', "17", '"text"'])
+def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
+    (tmp_path / "judge.jsonl").write_text('{"kind": "group"}\n' + line + "\n")
+    with pytest.raises(JournalError, match=r"judge.jsonl:2: not "):
+        Judge(tmp_path / "judge.jsonl")

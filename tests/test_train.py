@@ -113,6 +113,8 @@ def test_killed_and_resumed_equals_uninterrupted(whole, tmp_path, moment):
         ours, theirs = ([stable(line) for line in lines(path / name)] for path in (folder, whole[0]))
         key = json.dumps  # trajectories are journaled as they finish
         assert sorted(ours, key=key) == sorted(theirs, key=key)
+    assert f"gives the rewards of {2 * STEPS} of {2 * STEPS} groups again" in output
+    assert rebuild_rewards(lines(folder / "judge.jsonl")) == rebuild_rewards(lines(whole[0] / "judge.jsonl"))
 
 
 def wait_for(condition, process):
@@ -310,7 +312,20 @@ def test_a_checkpoint_holds_no_pickle(policy, tmp_path):
     assert files <= {".safetensors", ".json", ".md"}
 
 
-def test_unnamed_runs_continue_the_newest_unfinished_one_with_equal_constants(tmp_path):
+def test_a_finished_looking_run_with_a_damaged_checkpoint_goes_on(policy, tmp_path):
+    saved(policy, tmp_path, [1, 2])
+    (tmp_path / "checkpoints" / "step-000002" / "manifest.json").write_text("[]")
+    assert checkpoint.last_step(tmp_path) == 1
+
+
+def test_a_runs_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    config.RUNS_DIR = str(tmp_path / "file")
+    with pytest.raises(SystemExit, match="cannot be made .* set RUNS_DIR"):
+        checkpoint.open_run(None, "train")
+
+
+def test_unnamed_runs_continue_the_newest_unfinished_one_with_equal_constants(policy, tmp_path):
     config.RUNS_DIR, config.STEPS = str(tmp_path), 4
     first, why = checkpoint.open_run(None, "train")
     assert first.name == "train-0001" and "no unfinished run" in why
@@ -318,7 +333,7 @@ def test_unnamed_runs_continue_the_newest_unfinished_one_with_equal_constants(tm
     config.SEED = 7
     second, _ = checkpoint.open_run(None, "train")
     assert second.name == "train-0002"
-    (second / "checkpoints" / "step-000004").mkdir(parents=True)
+    saved(policy, second, [4])
     assert checkpoint.open_run(None, "train")[0].name == "train-0003"
     config.SEED = 0
     assert checkpoint.open_run(None, "train")[0] == first
