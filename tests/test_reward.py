@@ -168,6 +168,22 @@ def test_broken_trajectory_neither_plays_nor_counts():
     assert scored.rewards[3] == 2.0
 
 
+def test_JUDGE_07_a_verdict_is_mapped_back_from_slot_to_player():
+    """Whoever stands first: the longer answer wins both orders, and a judge of the first slot favours nobody.
+
+    The rest of the report (draws over two orders) has no subject here: the article shows one order per match.
+    """
+    texts = [GOOD.format("long answer"), GOOD.format("short")]
+    orders = set()
+    for step in range(1, 9):
+        judge = ScriptedJudge(longest)
+        group = [trajectory(text, k) for k, text in enumerate(texts)]
+        scored = asyncio.run(score_group(QUESTION, group, judge, step=step))
+        assert scored.raw_scores == (4.0, 0.0)
+        orders |= {tuple(place["players"]) for place in judge.places}
+    assert orders == {(0, 1), (1, 0)}
+
+
 def test_tournament_seed_depends_on_step_and_question():
     def pairs(step, question):
         judge = ScriptedJudge(longest)
