@@ -49,7 +49,9 @@ def test_calls_are_per_trajectory_and_errors_per_call():
 
 
 def test_every_metric_fits_into_json():
-    json.dumps(group_metrics([scored([math.nan] * 2, ["error:engine"] * 2)]), allow_nan=False)
+    """Even when every trajectory broke."""
+    values = group_metrics([scored([math.nan] * 2, ["error:engine"] * 2)])
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
 
 
 def log_two(tmp_path):
