@@ -76,11 +76,14 @@ def die(death, folder):
             time.sleep(0.05)
         while behaviour == "never" and len(living(text=f"{folder}/served")) < 3:
             time.sleep(0.05)  # guard, server and worker
-        for number in signals:
-            with contextlib.suppress(ProcessLookupError):  # the first SIGINT may have been enough
-                os.killpg(trainer.pid, number)  # as a terminal does: to the trainer's whole group
-            time.sleep(0.3)
-        return seconds_until_gone(20, text=str(folder)), trainer.wait(5)
+        try:
+            for number in signals:
+                with contextlib.suppress(ProcessLookupError):  # the first SIGINT may have been enough
+                    os.killpg(trainer.pid, number)  # as a terminal does: to the trainer's whole group
+                time.sleep(0.3)
+            return seconds_until_gone(20, text=str(folder)), trainer.wait(5)
+        finally:
+            trainer.kill()  # a trainer that survived would be waited for without end
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@
 END: ends (normally), raises, waits (to be killed). FOLDER/up appears when the server is ready.
 """
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -39,4 +40,5 @@ def main(folder, behaviour, end):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script starts in the background
     main(*sys.argv[1:])
