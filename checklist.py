@@ -62,14 +62,9 @@ def constants():
 def versions():
     """What is installed is what requirements.txt pins."""
     wanted = re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.]+)", (HERE / "requirements.txt").read_text(), re.MULTILINE)
-    other = []
-    for package, version in wanted:
-        try:
-            installed = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed = "missing"
-        if installed.partition("+")[0] != version:
-            other.append(f"{package} is {installed}, not {version}")
+    found = {package: _version(package) or "missing" for package, _ in wanted}
+    other = [f"{package} is {found[package]}, not {version}" for package, version in wanted
+             if found[package].partition("+")[0] != version]  # fmt: skip
     if other:
         raise Problem("; ".join(other) + ". Run: pip install -r requirements.txt")
     return f"{len(wanted)} packages as pinned"

@@ -51,17 +51,16 @@ def open_run(name, kind):
         if changed := differences(folder):
             raise SystemExit(f"{folder} was made with other constants: {'; '.join(changed)}. "
                              "Restore them, or start another run with --run OTHER_NAME")  # fmt: skip
-        if last_step(folder) >= config.STEPS:
-            raise SystemExit(f"{folder} is finished: step {last_step(folder)} of {config.STEPS}. "
+        if (step := last_step(folder)) >= config.STEPS:
+            raise SystemExit(f"{folder} is finished: step {step} of {config.STEPS}. "
                              "Raise STEPS to go on, or start another run with --run OTHER_NAME")  # fmt: skip
-        return folder, f"it exists, with equal constants, at step {last_step(folder)} of {config.STEPS}"
+        return folder, f"it exists, with equal constants, at step {step} of {config.STEPS}"
     numbered = sorted(runs.glob(f"{kind}-[0-9][0-9][0-9][0-9]"), reverse=True)
     for folder in numbered:
-        if (folder / "config.json").exists() and not differences(folder) and last_step(folder) < config.STEPS:
-            return (
-                folder,
-                f"the newest unfinished run with equal constants, at step {last_step(folder)} of {config.STEPS}",
-            )
+        if not (folder / "config.json").exists() or differences(folder):
+            continue
+        if (step := last_step(folder)) < config.STEPS:  # reads and hashes the checkpoint: once
+            return folder, f"the newest unfinished run with equal constants, at step {step} of {config.STEPS}"
     number = int(numbered[0].name[-4:]) + 1 if numbered else 1
     return _new_run(runs / f"{kind}-{number:04d}"), "no unfinished run has these constants"
 

@@ -5,6 +5,7 @@ again, so what is trained on is exactly what was sampled.
 """
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 
 import config
@@ -68,6 +69,7 @@ class Rollout:
             finish = "error:deadline"
         except SamplerError as error:
             finish = f"error:{error.kind}"
+            logging.getLogger(__name__).warning("%s/%d: %s", question.id, k, error)  # the journal has the kind alone
         return Trajectory(
             question_id=question.id,
             k=k,

@@ -177,7 +177,7 @@ def test_a_deadline_is_an_infrastructure_failure(tokenizer):
         ((-0.1,), "lengths"),
     ],
 )
-def test_LOSS_12_odd_logprobs_are_infrastructure_failures(tokenizer, logprobs, kind):
+def test_LOSS_12_odd_logprobs_are_infrastructure_failures(tokenizer, logprobs, kind, caplog):
     reply = Completion((11, 12), logprobs, "ab", "stop", None)
     with pytest.raises(SamplerError) as caught:
         check_completion(reply)
@@ -186,6 +186,7 @@ def test_LOSS_12_odd_logprobs_are_infrastructure_failures(tokenizer, logprobs, k
     sampler.fixed = reply
     trajectory = asyncio.run(Rollout(sampler, FakeTools(), tokenizer).run(QUESTION, 0, step=1, version=0, slot=0))
     assert trajectory.finish == f"error:{kind}"
+    assert "q1/0" in caplog.text  # what went wrong is said, not only counted
 
 
 def test_TOK_09_unequal_lists_are_refused_by_name(tokenizer):
