@@ -37,6 +37,8 @@ WEIGHT_DECAY = 0.01  # authors
 GRADIENT_CLIP = 1.0  # global norm; authors
 CLIP_LOW = 0.2  # ratio floor is 1 - CLIP_LOW; article
 CLIP_HIGH = 0.2  # ratio ceiling is 1 + CLIP_HIGH; article
+RATIO_LEVEL = "token"  # token | sequence: one ratio per trajectory (GSPO, whose paper clips at 3e-4 and 4e-4)
+KL_COEF = 0.0  # weight of the KL penalty against the model without its adapter; 0 is off, as in the article
 DUAL_CLIP = 3.0  # loss ceiling for negative advantages, times -A; article
 LOG_RATIO_CLAMP = 20.0  # nats; authors
 ADVANTAGE_EPS = 1e-6  # added to the group's standard deviation; article section 4
@@ -118,7 +120,15 @@ JEV_RPM = 1200  # jev: requests a minute
 JEV_TOKENS = 65_536  # jev: of the state and all questions
 JEV_QUESTION_TOKENS = 32_768  # jev: of the state and the longest question
 
-# ---- reward (reward.py) --------------------------------------------------------------------------
+# ---- reward (reward.py, schemes.py, arena.py) ----------------------------------------------------
+# tournament: the article's. ArenaRL's: round_robin | anchor | single_elimination | double_elimination | swiss.
+# The article's baselines: pairwise | explicit | implicit | gdpo | format_only
+REWARD_SCHEME = "tournament"
+FORMAT_WEIGHT = 1.0  # of the 0/1 format reward in the sum; article. ArenaRL alone would be 0
+ORDER = "both"  # round_robin: fixed | balanced (each player is shown first as often as second) | both
+ARENA_JUDGE = "process"  # process: ArenaRL's judge of path and answer | outcome: it sees the answers alone
+JUDGE_PATH_CHARACTERS = 60_000  # process: of one trajectory's path, its longest texts cut in the middle; the answer is whole
+IMPORTANCE_WEIGHTS = {"critical": 4, "important": 2, "nice_to_have": 1}  # explicit, gdpo: of a rubric item; ours
 MATCH_SIZE = 2  # players per match; article
 WINNERS_PER_MATCH = 1  # article
 FINALISTS = 1  # a bracket ends when so many are left; article

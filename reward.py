@@ -196,6 +196,14 @@ def normalize_wins(raw_scores, tie_reward):
     return [(score - low) / (high - low) for score in raw_scores]
 
 
+def rank_to_quantile(ranks):
+    """Ranks (0 is best, ties share one) to rewards in [0, 1]: 1 - rank / (n - 1); a lone player gets 1.
+
+    Source: ArenaRL, quantile reward.
+    """
+    return [1.0 - rank / max(1, len(ranks) - 1) for rank in ranks]
+
+
 async def score_group(question, trajectories, judge, *, step=0, seed=None):
     """Play the tournament of one question's trajectories; reward = tournament reward + format reward.
 

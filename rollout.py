@@ -57,14 +57,18 @@ class Rollout:
         opening = "<think>\n" if text.endswith("<think>\n") else ""
         return self.tokenizer.encode(text, add_special_tokens=False), opening
 
-    async def run(self, question, k, *, step, version, slot):
-        """One finished Trajectory of `question`; an infrastructure failure ends it with finish "error:<kind>"."""
+    async def run(self, question, k, *, step, version, slot, temperature=None):
+        """One finished Trajectory of `question`; an infrastructure failure ends it with finish "error:<kind>".
+
+        temperature: of the sampler, 0 for greedy decoding; None takes config.TEMPERATURE.
+        """
+        temperature = config.TEMPERATURE if temperature is None else temperature
         prompt_ids, opening = self.prompt(question.query)
         response = _Response(opening=opening)
         seed = seed_from(config.SEED, step, question.id, k)
         try:
             async with asyncio.timeout(config.TRAJECTORY_DEADLINE):
-                finish = await self._turns(prompt_ids, response, seed, slot)
+                finish = await self._turns(prompt_ids, response, seed, slot, temperature)
         except TimeoutError:
             finish = "error:deadline"
         except SamplerError as error:
@@ -81,12 +85,12 @@ class Rollout:
             turns=tuple(response.turns),
             opening=response.opening,
             finish=finish,
-            temperature=config.TEMPERATURE,
+            temperature=temperature,
             policy_version=version,
             seed=seed,
         )
 
-    async def _turns(self, prompt_ids, response, seed, slot):
+    async def _turns(self, prompt_ids, response, seed, slot, temperature):
         """Turn after turn until the trajectory finishes; returns the finish reason."""
         for turn in range(config.MAX_TURNS):
             room = config.RESPONSE_TOKENS - len(response.token_ids)
@@ -95,7 +99,7 @@ class Rollout:
             completion = await self.sampler.sample(
                 prompt_ids + response.token_ids,
                 max_tokens=room,
-                temperature=config.TEMPERATURE,
+                temperature=temperature,
                 seed=seed_from(seed, turn, "sample"),
                 slot=slot,
             )
