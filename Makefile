@@ -3,11 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm lint check-python
+.PHONY: demo schemes test test-vllm lint check-python
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/python demo.py
+
+# Five steps of the demo under every reward scheme, each in a run folder of its own.
+SCHEMES := tournament round_robin anchor single_elimination double_elimination swiss pairwise explicit implicit gdpo \
+           format_only
+schemes: $(VENV)/.installed
+	set -e; for scheme in $(SCHEMES); do echo "== $$scheme"; \
+	  $(BIN)/python demo.py --steps 5 --set REWARD_SCHEME=$$scheme; done
 
 test: lint $(VENV)/.installed-tests
 	$(BIN)/python -m pytest -q tests

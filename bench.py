@@ -92,9 +92,9 @@ def _trajectory(question, k, answer):
 async def _judge_all(groups, path):
     judge = Judge(path)
 
-    async def reply(query, rubrics, answers, num_winners):
+    async def reply(ask):
         await asyncio.sleep(JUDGE_SECONDS)
-        return Reply(json.dumps({"winners": [i + 1 for i in _longest(answers, num_winners)]}), "stub")
+        return Reply(json.dumps({"winners": [i + 1 for i in _longest(ask.answers, ask.num_winners)]}), "stub")
 
     judge.reply = reply
     await asyncio.gather(

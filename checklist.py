@@ -12,11 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import adapters
+import asks
 import config
 import preflight
 import protocol
+import verdicts
 import web
-from judge import BACKENDS, read_verdict
+from judge import BACKENDS
 from judges import REFUSALS
 from policy import linear_names
 from records import Rubric
@@ -215,8 +217,9 @@ async def _judge():
     except ValueError as error:
         raise Problem(str(error)) from None
     try:
-        reply = await backend.reply("What is the capital of France?", rubric, ["It is Lyon.", "It is Paris."], 1)
-        winner = read_verdict(reply, 2, 1)[0]
+        ask = asks.Ask("pick", "What is the capital of France?", rubric, ("It is Lyon.", "It is Paris."))
+        reply = await backend.reply(ask)
+        winner = verdicts.read(ask, reply)[0]
     except (CallFailure, AccountError, ValueError) as error:
         kind = "" if getattr(error, "kind", "") not in REFUSALS else " (it blames the content)"
         raise Problem(f"{error}{kind}. Check JUDGE_BACKEND, JUDGE_URL, JUDGE_MODEL and the key") from None

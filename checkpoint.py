@@ -25,7 +25,8 @@ FREE = {"RUNS_DIR", "STEPS", "TRACKER", "PROJECT", "CHECKPOINTS_KEPT", "CHECKPOI
         "MAX_BROKEN_SHARE", "SERVER_PORT", "SERVER_MEMORY_FRACTION", "SERVER_SEQUENCES", "SERVER_START_TIMEOUT",
         "SERVER_EXTRA_ARGS", "ADAPTER_TOLERANCE", "WIRE_TRIES", "RETRY_PAUSE", "RETRY_AFTER_CAP", "GPU_HOUR_PRICE",
         "PRICES", "CONTACT", "WIKIPEDIA_RPM", "JINA_URLS", "JINA_RPM", "JINA_KEYLESS_RPM", "JEV_CONCURRENCY",
-        "JEV_RPM"}  # fmt: skip
+        "JEV_RPM", "EVAL_DIR", "EVAL_SEED", "EVAL_SEARCH_RESULTS", "EVAL_TOOL_CALLS", "EVAL_JUDGE_URL",
+        "EVAL_JUDGE_MODEL", "EVAL_MAX_TOKENS", "EVAL_TRIES", "EVAL_PROMPT_CHARACTERS"}  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy")
 
 
@@ -115,7 +116,7 @@ def _git_commit():
 
 def last_step(folder):
     """Step of the newest complete checkpoint in a run folder; 0 when there is none."""
-    return next((step for step, path in _checkpoints(folder) if not _damage(path)), 0)
+    return next((step for step, path in _checkpoints(folder) if not damage(path)), 0)
 
 
 def _checkpoints(folder):
@@ -127,7 +128,7 @@ def _checkpoints(folder):
     return sorted(found, reverse=True)
 
 
-def save(folder, step, policy, optimizer, progress):
+def save(folder, step, policy, optimizer, progress, critic=None):
     """Commit step `step`: everything is written and synced under a temporary name, then renamed.
 
     progress: a JSON-able dict that comes back from `load`. The rename is the commit: before it the
@@ -139,6 +140,10 @@ def save(folder, step, policy, optimizer, progress):
     temporary.mkdir(parents=True)
     policy.save_adapter(temporary)
     save_file(_optimizer_tensors(policy, optimizer), temporary / "optimizer.safetensors")
+    if critic:
+        save_file({name: p.detach().contiguous() for name, p in critic.parameters.items()},
+                  temporary / "critic.safetensors")  # fmt: skip
+        save_file(_optimizer_tensors(critic, critic.optimizer), temporary / "critic_optimizer.safetensors")
     files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir()) if path.is_file()}
     (temporary / MANIFEST).write_text(json.dumps({"step": step, "files": files, "progress": progress}, indent=1))
     for path in [*temporary.iterdir(), temporary]:
@@ -149,21 +154,27 @@ def save(folder, step, policy, optimizer, progress):
     _remove_old(folder)
 
 
-def load(folder, policy, optimizer):
-    """Restore the newest complete checkpoint into policy and optimizer.
+def load(folder, policy, optimizer, critic=None):
+    """Restore the newest complete checkpoint into policy, optimizer and, where there is one, critic.
 
     Returns (step, progress, skipped): step 0 when there is none; skipped names every newer checkpoint
     that is incomplete or damaged, and how.
     """
     skipped = []
     for step, path in _checkpoints(folder):
-        if damage := _damage(path):
-            skipped.append(f"{path.name}: {damage}")
+        if what := damage(path):
+            skipped.append(f"{path.name}: {what}")
             continue
         result = set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
         if result.unexpected_keys:
             raise SystemExit(f"{path}: adapter keys that the model lacks, the first is {result.unexpected_keys[0]}")
         _restore_optimizer(policy, optimizer, load_file(path / "optimizer.safetensors"))
+        if critic:
+            saved = load_file(path / "critic.safetensors")
+            with torch.no_grad():
+                for name, parameter in critic.parameters.items():
+                    parameter.copy_(saved[name])
+            _restore_optimizer(critic, critic.optimizer, load_file(path / "critic_optimizer.safetensors"))
         return step, json.loads((path / MANIFEST).read_text())["progress"], skipped
     return 0, {}, skipped
 
@@ -190,7 +201,7 @@ def _fingerprint(path):
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _damage(path):
+def damage(path):
     """What is wrong with a checkpoint folder, in words; None when it is complete."""
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]

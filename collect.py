@@ -8,6 +8,7 @@ import config
 from judge import JudgeRefusal
 from records import Journal, read_journal, trajectory_from_json
 from reward import score_group
+from schemes import GREEDY_ANCHOR
 
 
 async def collect(questions, rollout, judge, folder, step, version):
@@ -28,7 +29,8 @@ async def collect(questions, rollout, judge, folder, step, version):
 
     async def attempt(question, k, slot):
         if (trajectory := finished.get((question.id, k))) is None:
-            trajectory = await rollout.run(question, k, step=step, version=version, slot=slot)
+            greedy = {"temperature": 0.0} if k == 0 and config.REWARD_SCHEME in GREEDY_ANCHOR else {}
+            trajectory = await rollout.run(question, k, step=step, version=version, slot=slot, **greedy)
             journal.append(trajectory)
         bars[0].update()
         return trajectory

@@ -122,12 +122,12 @@ JEV_QUESTION_TOKENS = 32_768  # jev: of the state and the longest question
 
 # ---- reward (reward.py, schemes.py, arena.py) ----------------------------------------------------
 # tournament: the article's. ArenaRL's: round_robin | anchor | single_elimination | double_elimination | swiss.
-# The article's baselines: pairwise | explicit | implicit | gdpo | format_only
+# The article's baselines: pairwise | explicit | implicit | gdpo | format_only. With reference answers: exact_match
 REWARD_SCHEME = "tournament"
 FORMAT_WEIGHT = 1.0  # of the 0/1 format reward in the sum; article. ArenaRL alone would be 0
 ORDER = "both"  # round_robin: fixed | balanced (each player is shown first as often as second) | both
 ARENA_JUDGE = "process"  # process: ArenaRL's judge of path and answer | outcome: it sees the answers alone
-JUDGE_PATH_CHARACTERS = 60_000  # process: of one trajectory's path, its longest texts cut in the middle; the answer is whole
+JUDGE_PATH_CHARACTERS = 60_000  # process: of one path, its longest turns cut in the middle; the answer is whole
 IMPORTANCE_WEIGHTS = {"critical": 4, "important": 2, "nice_to_have": 1}  # explicit, gdpo: of a rubric item; ours
 MATCH_SIZE = 2  # players per match; article
 WINNERS_PER_MATCH = 1  # article
@@ -135,6 +135,39 @@ FINALISTS = 1  # a bracket ends when so many are left; article
 REPEATS = 4  # brackets per group (M); article
 TIE_REWARD = 0.5  # tournament reward when all wins are equal; authors
 
+# ---- turn-level credit (credit.py, turn_reward.py, critic.py) ------------------------------------
+# "turn article" is arXiv 2505.11821, on turn-level rewards: MT-GRPO and MT-PPO.
+# outcome: one advantage per trajectory, the article's | merged: turn rewards and outcome summed into one
+# mt_grpo: one advantage per turn, across the group | mt_ppo: one per token, from a critic
+CREDIT = "outcome"
+TURN_ALPHA = 1.0  # mt_grpo: weight of a turn's advantage in that of the turn before; its authors' code
+TURN_COUNT_BASELINE = "survivors"  # mt_grpo: survivors | corrected: a missing turn counts as reward 0; ours
+TURN_REWARD = "verifiable"  # verifiable: from reference answers | judge: marks for format, reasoning and search
+TURN_JUDGED = 0.4  # judge: what a turn with full marks is worth, TURN_FOUND + TURN_VALID; ours
+OUTCOME_RIGHT = 1.0  # a reference answer in valid format; turn article
+OUTCOME_VALID = 0.2  # valid format alone; turn article
+OUTCOME_BROKEN = -1.0  # broken format; turn article
+TURN_FOUND = 0.3  # a turn whose tool output holds a reference answer; turn article
+TURN_VALID = 0.1  # a turn in valid format; turn article
+TURN_BROKEN = -0.2  # a turn in broken format; turn article
+SEARCH_PENALTY = 0.1  # times n, taken off for the n-th search of a trajectory; turn article
+GAMMA = 1.0  # mt_ppo: discount per sampled token; verl's default
+LAMBDA = 1.0  # mt_ppo: GAE's decay per sampled token; verl's default
+CRITIC_LEARNING_RATE = 1e-5  # mt_ppo; verl's default
+CRITIC_CLIP = 0.5  # mt_ppo: how far a value may move from the old one in one step; verl's default
+CRITIC_WARMUP_STEPS = 0  # mt_ppo: first steps, which train the critic alone; verl's default
+
 # ---- checkpoints (checkpoint.py) -----------------------------------------------------------------
 CHECKPOINTS_KEPT = 2  # the newest so many stay
 CHECKPOINT_FOREVER_EVERY = 5  # every so-many-th step stays for good
+
+# ---- evaluation (eval_race.py) -------------------------------------------------------------------
+EVAL_DIR = "eval"  # one folder per evaluation below it
+EVAL_SEED = 42  # of generation and of the bootstrap; article
+EVAL_SEARCH_RESULTS = 3  # results per search; article
+EVAL_TOOL_CALLS = 4  # tool calls per question, or the run's MAX_TOOL_CALLS where that is less (the demo's 3); article
+EVAL_JUDGE_URL = ""  # an OpenAI-compatible endpoint up to /v1; "" is the run's judge. Keys as for JUDGE_URL
+EVAL_JUDGE_MODEL = ""  # the judge's model there; "" is the run's
+EVAL_MAX_TOKENS = 8192  # tokens of one reply: some 25 criteria with a remark each; ours
+EVAL_TRIES = 3  # attempts before a question counts as failed
+EVAL_PROMPT_CHARACTERS = 400_000  # of the judge's prompt, both reports in it, uncut; a longer one fails; ours

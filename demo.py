@@ -1,6 +1,6 @@
 """The embedded default: the whole training loop on two CPU cores, without GPU, key or network.
 
-    python demo.py [--run NAME] [--steps N] [--data PARQUET] [--seed N] [--permute]
+    python demo.py [--run NAME] [--steps N] [--data PARQUET] [--seed N] [--permute] [--set NAME=VALUE ...]
 
 Sets constants, builds the offline corpus, and calls the same train.main() as everyone: a tiny policy
 (demo/policy), search in the CIA World Factbook, the rule judge. Ends with a table of the first three
@@ -8,6 +8,7 @@ steps against the last three, and a PNG of the curves.
 """
 
 import argparse
+import ast
 import os
 import statistics
 import sys
@@ -22,7 +23,7 @@ import train
 from policy import load_tokenizer
 from prepare_data import load_questions
 from records import read_journal
-from reward import rebuild_rewards
+from replay import rebuild_rewards
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "demo"))
@@ -56,7 +57,20 @@ def parse(argv):
     parser.add_argument("--data", help="prepared Parquet to train on instead of the factbook questions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--permute", action="store_true", help="control: shuffle the advantages within each group")
+    parser.add_argument("--set", action="append", default=[], type=setting, metavar="NAME=VALUE",
+                        help="a constant of config.py, e.g. REWARD_SCHEME=swiss; may be repeated")  # fmt: skip
     return parser.parse_args(argv)
+
+
+def setting(text):
+    """NAME=VALUE as (name, value); the value is a Python literal, or else a text."""
+    name, _, value = text.partition("=")
+    if not name.isupper() or not hasattr(config, name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no constant of config.py")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def main(argv=None):
@@ -80,6 +94,8 @@ def configure(arguments):
         setattr(config, name, value)
     for name in ("MODEL", "SYSTEM_PROMPT_FILE"):  # relative, so that a moved folder is still the same run
         setattr(config, name, os.path.relpath(HERE / SETTINGS[name]))
+    for name, value in arguments.set:
+        setattr(config, name, value)
     config.SEED = arguments.seed
     config.PERMUTE_ADVANTAGES = arguments.permute
     if not (Path(config.CORPUS_FILE).exists() and Path(config.TRAIN_FILE).exists()):

@@ -11,8 +11,9 @@ import time
 from collections import Counter
 
 import config
-from credit import is_degenerate
+from credit import is_degenerate, pad_turn_rewards, turn_count_bias
 from records import Journal, read_journal
+from turn_reward import is_right
 
 CLOSE_SECONDS = 20  # how long the end of a run waits for the tracker
 FINISHES = ("no_tool_call", "max_turns", "max_tools", "max_tokens", "error")
@@ -54,7 +55,27 @@ def group_metrics(groups):
         "rollout/sampled_tokens": _mean(sum(row[0].loss_mask) for row in usable),
         "rollout/turns": _mean(len(row[0].turns) for row in usable),
         "tools/error_rate": _mean(turn.tool_status != "ok" for turn in calls),
+        **_turn_metrics(groups),
     }
+
+
+def _turn_metrics(groups):
+    """Of questions with reference answers: how many are met exactly; of credit by turn: rewards and bias."""
+    metrics = {}
+    if any(group.question.answers for group in groups):
+        metrics["reward/exact_match"] = _mean(
+            is_right(answer, group.question.answers)
+            for group in groups if group.question.answers
+            for t, answer in zip(group.trajectories, group.answers, strict=True) if not t.broken
+        )  # fmt: skip
+    if config.CREDIT != "outcome":
+        metrics["reward/turn"] = _mean(r for group in groups for rewards in group.turn_rewards for r in rewards)
+        metrics["credit/turn_count_bias"] = _mean(
+            turn_count_bias(pad_turn_rewards(group.turn_rewards), group.rewards)
+            for group in groups
+            if group.turn_rewards
+        )
+    return metrics
 
 
 def _mean(values):

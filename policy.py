@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 import config
 from records import seed_from
 
+CRITIC = "critic"  # name of the critic's adapter; the policy's is PEFT's "default"
 BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
 
@@ -86,8 +87,8 @@ class Policy:
 
     @property
     def parameters(self):
-        """The trainable parameters by name, in a fixed order."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """The trainable parameters by name, in a fixed order; a critic's are not among them."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad and f".{CRITIC}." not in name}
 
     @property
     def end_ids(self):
@@ -100,7 +101,16 @@ class Policy:
         """Log-probabilities the present policy gives to the trained tokens of a micro-batch.
 
         rows: objects with `ids` (list of int) and `positions` (indices in ids of the trained tokens) and
-        `temperature`, one for all. Rows are padded on the right. Returns (N,) float32, row after row.
+        `temperature`, one for all. Returns (N,) float32, row after row.
+        """
+        hidden, targets = self.hidden_states(rows)
+        head = self.model.get_base_model().lm_head
+        return selective_logprobs(hidden, head.weight, targets, rows[0].temperature)
+
+    def hidden_states(self, rows):
+        """(the body's last states that predict the trained tokens (N, H), the tokens (N,)), row after row.
+
+        Rows are padded on the right.
         """
         width = max(len(row.ids) for row in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -116,13 +126,17 @@ class Policy:
         column = torch.cat([torch.as_tensor(row.positions) for row in rows])
         targets = ids[row_of, column].to(self.device)
         # the state at column - 1 predicts the token at column
-        selected = hidden[row_of.to(self.device), (column - 1).to(self.device)]
-        return selective_logprobs(selected, base.lm_head.weight, targets, rows[0].temperature)
+        return hidden[row_of.to(self.device), (column - 1).to(self.device)], targets
+
+    def reference_logprobs(self, rows):
+        """As `logprobs`, of the base model with its adapter off, without gradient: the reference of the KL penalty."""
+        with torch.no_grad(), self.model.disable_adapter():
+            return self.logprobs(rows)
 
     def save_adapter(self, folder):
         """Write the adapter in PEFT's layout (adapter_config.json, adapter_model.safetensors)."""
         # without the argument PEFT asks the hub for the base model's configuration at every save
-        self.model.save_pretrained(str(folder), save_embedding_layers=False)
+        self.model.save_pretrained(str(folder), save_embedding_layers=False, selected_adapters=["default"])
 
 
 def load_tokenizer():

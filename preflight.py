@@ -4,6 +4,7 @@ import torch
 
 import config
 import judge
+import schemes
 import tools
 
 CHOICES = {
@@ -13,6 +14,13 @@ CHOICES = {
     "SEARCH_BACKEND": ("auto", *tools.SEARCH_BACKENDS),
     "BROWSE_BACKEND": ("auto", *tools.BROWSE_BACKENDS),
     "JUDGE_BACKEND": tuple(judge.BACKENDS),
+    "REWARD_SCHEME": schemes.SCHEMES,
+    "ORDER": ("fixed", "balanced", "both"),
+    "ARENA_JUDGE": ("process", "outcome"),
+    "RATIO_LEVEL": ("token", "sequence"),
+    "CREDIT": ("outcome", "merged", "mt_grpo", "mt_ppo"),
+    "TURN_REWARD": ("verifiable", "judge"),
+    "TURN_COUNT_BASELINE": ("survivors", "corrected"),
 }
 AT_LEAST = {
     "STEPS": 1, "QUESTIONS_PER_STEP": 1, "K": 2, "MAX_PROMPT_TOKENS": 1, "LORA_RANK": 1, "LORA_ALPHA": 1,
@@ -22,11 +30,13 @@ AT_LEAST = {
     "JUDGE_ANSWER_CHARACTERS": 1, "MATCH_SIZE": 2, "WINNERS_PER_MATCH": 1, "FINALISTS": 1, "REPEATS": 1,
     "CHECKPOINTS_KEPT": 1, "CHECKPOINT_FOREVER_EVERY": 1, "WIRE_TRIES": 1, "WIRE_BYTES": 1, "JUDGE_MAX_TOKENS": 1,
     "JEV_CONCURRENCY": 1, "JINA_TOKENS": 500, "FETCH_REDIRECTS": 0, "SERVER_CONTEXT": 1, "SERVER_SEQUENCES": 1,
+    "JUDGE_PATH_CHARACTERS": 1, "CRITIC_WARMUP_STEPS": 0,
 }  # fmt: skip
 RUBRIC_TOKENS = 2048  # of a whole rubric and the judge's instructions
 ABOVE_ZERO = ("LEARNING_RATE", "GRADIENT_CLIP", "TEMPERATURE", "ADVANTAGE_EPS", "LOG_RATIO_CLAMP",
               "TRAJECTORY_DEADLINE", "TOOL_TIMEOUT", "JUDGE_TIMEOUT", "RETRY_PAUSE", "RETRY_AFTER_CAP",
-              "SERVER_MEMORY_FRACTION", "SERVER_START_TIMEOUT")  # fmt: skip
+              "SERVER_MEMORY_FRACTION", "SERVER_START_TIMEOUT", "CRITIC_LEARNING_RATE", "CRITIC_CLIP")  # fmt: skip
+ZERO_OR_MORE = ("KL_COEF", "FORMAT_WEIGHT", "CLIP_LOW", "CLIP_HIGH", "TURN_ALPHA", "SEARCH_PENALTY", "GAMMA", "LAMBDA")
 
 
 def check():
@@ -46,6 +56,16 @@ def config_problems():
                  if type(value := getattr(config, name)) is not int or value < least]  # fmt: skip
     problems += [f"config.{name} = {value!r} must be a number above 0"
                  for name in ABOVE_ZERO if not _number(value := getattr(config, name)) or value <= 0]  # fmt: skip
+    problems += [f"config.{name} = {value!r} must be a number of at least 0"
+                 for name in ZERO_OR_MORE if not _number(value := getattr(config, name)) or value < 0]  # fmt: skip
+    weights = config.IMPORTANCE_WEIGHTS.values()
+    if not all(map(_number, weights)) or min(weights, default=0) < 0 or not sum(weights):
+        problems.append(f"config.IMPORTANCE_WEIGHTS = {config.IMPORTANCE_WEIGHTS!r} must hold weights of at least 0, "
+                        "and one above")  # fmt: skip
+    if config.PERMUTE_ADVANTAGES and config.CREDIT != "outcome":
+        problems.append("config.PERMUTE_ADVANTAGES shuffles trajectories' advantages: it needs CREDIT = 'outcome'")
+    if config.CREDIT != "outcome" and config.TURN_REWARD == "judge" and config.JUDGE_BACKEND == "jev":
+        problems.append("config.TURN_REWARD = 'judge' needs a judge that writes: JUDGE_BACKEND = 'openai'")
     return problems or _context_problems()
 
 

@@ -2,10 +2,10 @@
 
     python prepare_data.py                            fetch the authors' files, write data/{train,val}.parquet
     python prepare_data.py --val F --tokenizer DIR    read F alone, fetch nothing
+    python prepare_data.py --qa F                     questions with reference answers (qa.py), to data/qa.parquet
 
 A row that cannot be used is counted and listed with its position (0-based), field and reason; nothing is
-filled in for it. Two coercions only: text goes through protocol.clean, and an index that pandas turned
-into a float beside a gap (7.0) is the integer it was ("7").
+filled in for it. What is coerced is said in rows.py.
 """
 
 import argparse
@@ -22,10 +22,11 @@ from tqdm import tqdm
 
 import config
 import protocol
+import qa
 from download import fetch_all, first_line
 from records import Question, Rubric, question_from_row
+from rows import Layout, RowFault, check_columns, checked_index, checked_text, look_up, open_parquet, read_rows
 
-READ_BATCH_ROWS = 256  # rows held as Arrow at once
 PRINTED_DROPS = 20  # dropped rows shown on screen; OUT/<split>_dropped.jsonl has them all
 
 AUTHORS_PARQUET = {"train": "data/train_new_train_95.parquet", "val": "data/train_new_val_05.parquet"}  # in download.py
@@ -38,105 +39,34 @@ SOURCE_COLUMNS = ("data_source", "prompt", INDEX, QUERY, *(f"{RUBRICS}.{name}" f
 PREPARED_COLUMNS = ("id", "data_source", "query", *(f"rubrics.{name}" for name in RUBRIC_FIELDS))
 RUBRIC_TYPE = pa.struct({name: pa.string() for name in RUBRIC_FIELDS})
 PREPARED = pa.schema(
-    {"id": pa.string(), "data_source": pa.string(), "query": pa.string(), "rubrics": pa.list_(RUBRIC_TYPE)}
+    {
+        "id": pa.string(),
+        "data_source": pa.string(),
+        "query": pa.string(),
+        "rubrics": pa.list_(RUBRIC_TYPE),
+        "answers": pa.list_(pa.string()),
+    }
 )
-
-
-class RowFault(ValueError):
-    """One row cannot be used; args are the field at fault, a reason to count by, and what was found there."""
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def open_parquet(path):
-    """An open ParquetFile. Raises SystemExit, in one line, when there is none."""
-    if not Path(path).is_file():
-        raise SystemExit(f"{path} is not a file; check the path")
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise SystemExit(f"{path} is not a readable Parquet file ({first_line(error)}); fetch it again") from None
-
-
-def has_column(schema, column):
-    """Whether a dotted column exists, lists passed through; what lies below another type is for the row checks."""
-    kind = pa.struct(list(schema))
-    for name in column.split("."):
-        while pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            kind = kind.value_type
-        if not pa.types.is_struct(kind):
-            return True
-        if kind.get_field_index(name) < 0:
-            return False
-        kind = kind.field(name).type
-    return True
-
-
-def check_columns(path, columns, remedy):
-    """Raise SystemExit naming file, missing columns and remedy."""
-    with open_parquet(path) as file:
-        missing = [column for column in columns if not has_column(file.schema_arrow, column)]
-    if missing:
-        raise SystemExit(f"{path} has no column {', '.join(missing)}; {remedy}")
-
-
-def read_rows(path, columns):
-    """Yield each row as plain Python, nested values too; None for a row whose text is not UTF-8.
-
-    By batch, because Arrow cannot convert nested columns that span chunks; by row within it, so that one
-    broken text costs one row.
-    """
-    names = sorted({column.split(".")[0] for column in columns})
-    with open_parquet(path) as file:
-        try:
-            for batch in file.iter_batches(READ_BATCH_ROWS, columns=names):
-                for position in range(batch.num_rows):
-                    try:
-                        row = batch.slice(position, 1).to_pylist()[0]
-                    except UnicodeDecodeError:
-                        row = None
-                    yield row
-        except (pa.ArrowException, OSError) as error:
-            raise SystemExit(f"{path} breaks off ({first_line(error)}); fetch it again") from None
-
-
 def load_questions(path):
-    """All questions of a prepared file, in its order. Raises SystemExit naming file, column and remedy."""
+    """All questions of a prepared file, in its order. Raises SystemExit naming file, column or row, and remedy.
+
+    A file prepared before there were answers has no such column, and is read all the same.
+    """
     check_columns(path, PREPARED_COLUMNS, "make it with `python prepare_data.py`")
-    return [question_from_row(row) for row in read_rows(path, PREPARED_COLUMNS)]
+    questions = [question_from_row(row) for row in read_rows(path, (*PREPARED_COLUMNS, "answers"))]
+    for position, question in enumerate(questions):
+        if not (question.rubrics or question.answers):
+            raise SystemExit(f"{path} row {position} ({question.id}) has neither rubrics nor answers, so nothing could "
+                             "reward it; make the file with `python prepare_data.py`")  # fmt: skip
+    return questions
 
 
 # ---- checking ------------------------------------------------------------------------------------
-
-
-def look_up(row, column):
-    """The value at a dotted column of a nested row; None where a struct on the way is null."""
-    value = row
-    for name in column.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def checked_text(value, field, where="", may_be_blank=False):
-    """`value`, cleaned. Raises RowFault when it is null, NaN, not text, or blank."""
-    if value is None or value != value:  # NaN is what pandas puts where text is missing
-        raise RowFault(field, "missing", f"{where}{value}")
-    if not isinstance(value, str):
-        raise RowFault(field, "not text", f"{where}{value!r:.80}")
-    text = protocol.clean(value)
-    if not text.strip() and not may_be_blank:
-        raise RowFault(field, "blank", f"{where}{value!r:.80}")
-    return text
-
-
-def checked_index(value):
-    """The index as text: "7", never "7.0". Raises RowFault when it is neither text nor a whole number."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return checked_text(value, INDEX)
 
 
 def checked_user_message(prompt):
@@ -168,21 +98,27 @@ def checked_rubric(value, where):
 
 def question_from_source(row):
     """A row in the authors' schema as a Question; its id is data_source/index. Raises RowFault."""
-    if row is None:
-        raise RowFault("row", "not UTF-8", "a text in it cannot be decoded")
     source = checked_text(row["data_source"], "data_source")
     query = checked_text(look_up(row, QUERY), QUERY)
     # The policy reads the prompt, the judge reads the query: a Question has one text for both.
     message = checked_user_message(row["prompt"])
     if message != query:
         raise RowFault("prompt", f"differs from {QUERY}", f"{message!r:.80}")
-    index = checked_index(look_up(row, INDEX))
+    index = checked_index(look_up(row, INDEX), INDEX)
     return Question(f"{source}/{index}", query, checked_rubrics(look_up(row, RUBRICS)), source)
 
 
-def check_new(question, position, first_rows):
+def check_source_columns(path):
+    """Raise SystemExit naming every column that a file in the authors' schema lacks."""
+    check_columns(path, SOURCE_COLUMNS, "it needs the schema of the authors' files, see README.md")
+
+
+AUTHORS = Layout(SOURCE_COLUMNS, check_source_columns, question_from_source, INDEX, QUERY)
+
+
+def check_new(question, position, first_rows, layout):
     """Raise RowFault for an id, or a query with its rubrics, that an earlier row has; first_rows remembers them."""
-    for field, key in ((INDEX, question.id), (QUERY, (question.query, question.rubrics))):
+    for field, key in ((layout.index, question.id), (layout.query, (question.query, question.rubrics))):
         first = first_rows.setdefault(key, position)
         if first != position:
             raise RowFault(field, "duplicate", f"same as row {first}")
@@ -217,21 +153,25 @@ def load_tokenizer(name):
     return tokenizer
 
 
-def sift(path, tokenizer, system):
+def sift(path, tokenizer, system, layout=AUTHORS):
     """Check every row. Returns (Questions kept, one dict per dropped row), both in file order."""
     with open_parquet(path) as file:
         total = file.metadata.num_rows
     kept, dropped, first_rows = [], [], {}
-    for position, row in enumerate(tqdm(read_rows(path, SOURCE_COLUMNS), Path(path).name, total, unit=" rows")):
+    for position, row in enumerate(tqdm(read_rows(path, layout.columns), Path(path).name, total, unit=" rows")):
         try:
-            question = question_from_source(row)
-            check_new(question, position, first_rows)
+            if row is None:
+                raise RowFault("row", "not UTF-8", "a text in it cannot be decoded")
+            question = layout.read(row)
+            check_new(question, position, first_rows, layout)
             check_length(question, tokenizer, system)
             kept.append(question)
         except RowFault as fault:
             field, reason, found = fault.args
             # As text, so that a bad row can be counted and listed whatever it holds here.
-            row_is = {"row": position, "source": f"{look_up(row, 'data_source')}", "index": f"{look_up(row, INDEX)}"}
+            source = look_up(row, "data_source")
+            source = layout.source if source is None else source
+            row_is = {"row": position, "source": f"{source}", "index": f"{look_up(row, layout.index)}"}
             dropped.append({"file": str(path), **row_is, "field": field, "reason": reason, "found": found})
     return kept, dropped
 
@@ -254,7 +194,13 @@ def report(split, kept, dropped):
 def write_questions(questions, path):
     """Write a prepared file in the PREPARED schema, without any library's metadata; it appears only when complete."""
     rows = [
-        {"id": q.id, "data_source": q.source, "query": q.query, "rubrics": [dataclasses.asdict(r) for r in q.rubrics]}
+        {
+            "id": q.id,
+            "data_source": q.source,
+            "query": q.query,
+            "rubrics": [dataclasses.asdict(r) for r in q.rubrics],
+            "answers": list(q.answers),
+        }
         for q in questions
     ]
     temporary = path.with_name(path.name + ".tmp")
@@ -262,9 +208,9 @@ def write_questions(questions, path):
     os.replace(temporary, path)
 
 
-def prepare(split, path, tokenizer, system, out):
+def prepare(split, path, tokenizer, system, out, layout=AUTHORS):
     """Check one file, write OUT/<split>.parquet and the list of drops. Raises SystemExit when no row is left."""
-    kept, dropped = sift(path, tokenizer, system)
+    kept, dropped = sift(path, tokenizer, system, layout)
     out.mkdir(parents=True, exist_ok=True)
     target, list_path = out / f"{split}.parquet", out / f"{split}_dropped.jsonl"
     list_path.write_text("".join(json.dumps(drop) + "\n" for drop in dropped), encoding="utf-8")
@@ -279,21 +225,25 @@ def main(argv=None):
     """Fetch the authors' files, or take the user's, and prepare each."""
     parser = argparse.ArgumentParser(description="Check the questions, drop what cannot be used, write plain Parquet.")
     parser.add_argument("--train", metavar="FILE", help="training questions in the authors' schema")
-    parser.add_argument("--val", metavar="FILE", help="validation questions, likewise; with either, nothing is fetched")
+    parser.add_argument("--val", metavar="FILE", help="validation questions, likewise")
+    parser.add_argument("--qa", metavar="FILE", help="questions with reference answers in Search-R1's layout (question "
+                        "and golden_answers, or reward_model.ground_truth.target), to OUT/qa.parquet; with any of "
+                        "these three files, nothing is fetched")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="DIR", default=config.MODEL, help="the policy's (%(default)s)")
     parser.add_argument("--out", metavar="DIR", default=config.DATA_DIR, help="where to write (%(default)s)")
     args = parser.parse_args(argv)
-    paths = {split: path for split, path in (("train", args.train), ("val", args.val)) if path}
+    paths = {split: path for split, path in (("train", args.train), ("val", args.val), ("qa", args.qa)) if path}
     if not paths:
         fetched = fetch_all(args.out)
         paths = {split: fetched[path] for split, path in AUTHORS_PARQUET.items()}
-    for path in paths.values():
-        check_columns(path, SOURCE_COLUMNS, "it needs the schema of the authors' files, see README.md")
+    layouts = {split: qa.LAYOUT if split == "qa" else AUTHORS for split in paths}
+    for split, path in paths.items():
+        layouts[split].check(path)
     tokenizer = load_tokenizer(args.tokenizer)
     found = Path(config.SYSTEM_PROMPT_FILE).exists()
     print("system prompt:", config.SYSTEM_PROMPT_FILE if found else "protocol.SYSTEM_PROMPT, the authors' is not there")
     for split, path in paths.items():
-        prepare(split, path, tokenizer, protocol.system_prompt(), Path(args.out))
+        prepare(split, path, tokenizer, protocol.system_prompt(), Path(args.out), layouts[split])
 
 
 if __name__ == "__main__":

@@ -20,12 +20,16 @@ class Rubric:
 
 @dataclass(frozen=True)
 class Question:
-    """One open research question; `id` is unique in its file, `source` is the data set it came from."""
+    """One research question; `id` is unique in its file, `source` is the data set it came from.
+
+    An open one has rubrics for a judge; one with a short, known answer has `answers`, each of them right.
+    """
 
     id: str
     query: str
     rubrics: tuple[Rubric, ...]
     source: str = ""
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,15 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Match:
-    """One judge call: `players` in presentation order, `outcome` the ordered winners once decided."""
+    """One judge call: `players` in presentation order; `outcome`, once decided, the ordered winners, or in arena.py the
+    two scores."""
 
     repeat: int
     round: int
     index: int
     players: tuple[int, ...]
     num_winners: int
-    outcome: tuple[int, ...] | None = None
+    outcome: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,11 @@ class Standings:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group with its rewards; every list has one entry per trajectory, NaN where it is broken."""
+    """A group with its rewards; every list has one entry per trajectory, NaN where it is broken.
+
+    tournament_rewards: relative to the group, whatever the scheme. turn_rewards: of all turns but the last, an empty
+    list for a broken trajectory; none at all where config.CREDIT is "outcome".
+    """
 
     question: Question
     trajectories: tuple[Trajectory, ...]
@@ -128,6 +137,7 @@ class ScoredGroup:
     raw_scores: tuple[float, ...]
     tournament_rewards: tuple[float, ...]
     rewards: tuple[float, ...]
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
 
 
 def seed_from(*parts):
@@ -137,9 +147,10 @@ def seed_from(*parts):
 
 
 def question_from_row(row):
-    """A prepared Parquet row (id, data_source, query, rubrics) as a Question."""
+    """A prepared Parquet row (id, data_source, query, rubrics and, in newer files, answers) as a Question."""
     rubrics = tuple(Rubric(r["title"], r["description"], r["dimension"], r["importance"]) for r in row["rubrics"])
-    return Question(id=row["id"], query=row["query"], rubrics=rubrics, source=row["data_source"])
+    answers = tuple(row.get("answers") or ())
+    return Question(id=row["id"], query=row["query"], rubrics=rubrics, source=row["data_source"], answers=answers)
 
 
 def trajectory_from_json(record):

@@ -3,7 +3,7 @@
     python train.py [--run NAME] [--steps N] [--check]
 
 Article section -> function: 3 (tournament reward) reward.run_tournament, reward.normalize_wins;
-4 (advantage) credit.group_advantages, (loss) ppo_objective; 5 (rollout) rollout.Rollout.
+4 (advantage) credit.group_advantages, (loss) loss.ppo_objective, update.update; 5 (rollout) rollout.Rollout.
 Departures from the article and from the authors' code are tabled in the README.
 """
 
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,169 +23,21 @@ import preflight
 import prepare_data
 import web
 from collect import collect
-from credit import group_advantages
+from critic import Critic
 from judge import Judge, JudgeError
 from ledger import LEDGER, cost_rows
+from loss import kl_penalty, ppo_objective
 from metrics import Clock, Tracker, drop_uncommitted, group_metrics, step_line
 from policy import Policy, coverage
 from records import JournalError, seed_from
-from reward import count_matches
 from rollout import Rollout
 from sampler import InProcessSampler
+from schemes import check_questions, count_calls
 from server import ServerError
 from tools import Tools
+from update import Batch, build_batch, micro_batches, update
 from vllm_sampler import VllmSampler, start_server
 from wire import AccountError
-
-
-def ppo_objective(current, old, advantages, *, clip_low, clip_high, dual_clip):
-    """Per-token PPO loss with dual clip, to be minimised.
-
-    current, old: log-probabilities (nats) of the same tokens, advantages: unitless; all (N,). The log-ratio
-    is clamped to +-config.LOG_RATIO_CLAMP, the ratio clipped to [1 - clip_low, 1 + clip_high]; where the
-    advantage is negative the loss is at most -dual_clip * advantage. Returns (N,).
-    Source: article section 4; verl's vanilla policy loss for the order of the clips.
-    """
-    ratio = (current - old).clamp(-config.LOG_RATIO_CLAMP, config.LOG_RATIO_CLAMP).exp()
-    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    return torch.where(advantages < 0, torch.minimum(clipped, -advantages * dual_clip), clipped)
-
-
-def clip_counts(current, old, advantages, *, clip_low, clip_high, dual_clip):
-    """How many tokens each clip moved: (outside the ratio range and worse for it, held by the dual clip)."""
-    ratio = (current - old).clamp(-config.LOG_RATIO_CLAMP, config.LOG_RATIO_CLAMP).exp()
-    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    held = (torch.maximum(plain, bounded) > -advantages * dual_clip) & (advantages < 0)
-    return (bounded > plain).sum(), held.sum()
-
-
-@dataclass
-class Row:
-    """One trajectory as the update sees it.
-
-    ids: prompt and response. positions: where in ids the P trained tokens stand. advantages: (P,);
-    sampled: the sampler's log-probs (P,), for the check that sampler and trainer agree. old: (P,), the
-    frozen log-probs of the first of several updates.
-    """
-
-    ids: list[int]
-    positions: list[int]
-    advantages: torch.Tensor
-    sampled: torch.Tensor
-    temperature: float
-    old: torch.Tensor | None = None
-
-
-@dataclass
-class Batch:
-    """Rows with a signal, and the count of all trained tokens of the step, rows without one included."""
-
-    rows: list[Row]
-    tokens: int
-
-
-def build_batch(groups, step):
-    """Advantages per group, spread over each trajectory's sampled tokens.
-
-    A group without signal adds its tokens to the denominator (the article's batch mean) and no row;
-    a broken trajectory adds neither.
-    """
-    rows, tokens = [], 0
-    for group in groups:
-        advantages = group_advantages(group.rewards, config.ADVANTAGE_EPS).tolist()
-        if config.PERMUTE_ADVANTAGES:
-            random.Random(seed_from(config.SEED, step, group.question.id, "permute")).shuffle(advantages)
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            if trajectory.broken:
-                continue
-            trained = [i for i, trained in enumerate(trajectory.loss_mask) if trained]
-            tokens += len(trained)
-            if advantage:
-                rows.append(_row(trajectory, trained, advantage))
-    return Batch(rows, tokens)
-
-
-def _row(trajectory, trained, advantage):
-    return Row(
-        ids=[*trajectory.prompt_ids, *trajectory.token_ids],
-        positions=[len(trajectory.prompt_ids) + i for i in trained],
-        advantages=torch.full((len(trained),), advantage, dtype=torch.float32),
-        sampled=torch.tensor([trajectory.logprobs[i] for i in trained]),
-        temperature=trajectory.temperature,
-    )
-
-
-def micro_batches(rows):
-    """Rows packed longest first, so that rows times the longest stays within config.MICRO_BATCH_TOKENS."""
-    batches = []
-    for row in sorted(rows, key=lambda row: -len(row.ids)):
-        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].ids) <= config.MICRO_BATCH_TOKENS:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
-
-
-def update(policy, optimizer, batch, bar=None):
-    """One step's optimiser update(s); returns train/* metrics.
-
-    The loss is the sum over tokens divided by batch.tokens, so it does not depend on the split into
-    micro-batches. An empty batch, or a gradient that is not finite, leaves weights and optimizer untouched.
-    """
-    policy.model.train()
-    batches = micro_batches(batch.rows)
-    metrics = {"train/tokens": batch.tokens, "train/rows": len(batch.rows), "train/skipped_updates": 0}
-    if config.UPDATES_PER_STEP > 1:
-        for rows in batches:
-            with torch.no_grad():
-                for row, old in zip(rows, _split(policy.logprobs(rows), rows), strict=True):
-                    row.old = old
-    for _ in range(config.UPDATES_PER_STEP if batches else 0):
-        optimizer.zero_grad(set_to_none=True)
-        sums = {"loss": 0.0, "clipped": 0, "held": 0, "difference": 0.0, "largest": 0.0}
-        for rows in batches:
-            _backward(policy, rows, batch.tokens, sums)
-            if bar is not None:
-                bar.update(len(rows))
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), config.GRADIENT_CLIP)
-        if torch.isfinite(norm):
-            optimizer.step()
-        else:
-            metrics["train/skipped_updates"] += 1
-            sums = {name: 0.0 for name in sums}  # not a number would not fit into JSON
-            norm = torch.zeros(())
-        trained = sum(len(row.positions) for row in batch.rows)
-        metrics |= {
-            "train/loss": sums["loss"],
-            "train/gradient_norm": float(norm),
-            "train/clip_fraction": sums["clipped"] / trained,
-            "train/dual_clip_fraction": sums["held"] / trained,
-            "train/sampler_difference_mean": sums["difference"] / trained,
-            "train/sampler_difference_max": sums["largest"],
-        }
-    optimizer.zero_grad(set_to_none=True)
-    return metrics
-
-
-def _split(values, rows):
-    return values.split([len(row.positions) for row in rows])
-
-
-def _backward(policy, rows, tokens, sums):
-    """Add one micro-batch's gradient, and its share of the metrics to `sums`."""
-    current = policy.logprobs(rows)
-    old = current.detach() if rows[0].old is None else torch.cat([row.old for row in rows])
-    advantages = torch.cat([row.advantages for row in rows]).to(current.device)
-    clips = {"clip_low": config.CLIP_LOW, "clip_high": config.CLIP_HIGH, "dual_clip": config.DUAL_CLIP}
-    loss = ppo_objective(current, old, advantages, **clips).sum() / tokens
-    loss.backward()
-    clipped, held = clip_counts(current.detach(), old, advantages, **clips)
-    difference = (old.cpu() - torch.cat([row.sampled for row in rows])).abs()
-    sums["loss"] += float(loss.detach())
-    sums["clipped"] += int(clipped)
-    sums["held"] += int(held)
-    sums["difference"] += float(difference.sum())
-    sums["largest"] = max(sums["largest"], float(difference.max()))
 
 
 def take(questions, step):
@@ -199,6 +50,9 @@ def take(questions, step):
     return [questions[i] for i in order[start : start + config.QUESTIONS_PER_STEP]]
 
 
+__all__ = ["build_batch", "kl_penalty", "main", "micro_batches", "ppo_objective", "take", "update"]
+
+
 class Run:
     """Everything a training run holds between steps. server: the policy's, None for the in-process sampler."""
 
@@ -206,7 +60,8 @@ class Run:
         self.folder, self.questions, self.tools = folder, questions, tools
         self.policy = Policy("cuda" if torch.cuda.is_available() else "cpu")
         self.optimizer = checkpoint.make_optimizer(self.policy)
-        self.step, self.progress, skipped = checkpoint.load(folder, self.policy, self.optimizer)
+        self.critic = Critic(self.policy) if config.CREDIT == "mt_ppo" else None
+        self.step, self.progress, skipped = checkpoint.load(folder, self.policy, self.optimizer, self.critic)
         for damage in skipped:
             print(f"checkpoint skipped: {damage}")
         self.sampler = VllmSampler(self.policy, server, folder) if server else InProcessSampler(self.policy)
@@ -220,12 +75,12 @@ class Run:
         """The first lines of every run: what it trains, asks, searches, and how much of it."""
         covered = coverage(self.policy.model)
         trained = sum(p.numel() for p in self.policy.parameters.values())
-        matches = count_matches(config.K, config.MATCH_SIZE, config.WINNERS_PER_MATCH, config.FINALISTS, config.REPEATS)
         print(f"model: {config.MODEL}, LoRA rank {config.LORA_RANK}, {trained:,} trained parameters on "
               f"{sum(covered.values())} linears ({', '.join(f'{k} x{v}' for k, v in covered.items())})")  # fmt: skip
-        print(f"judge: {self.judge.name}   search: {config.SEARCH_BACKEND}   reader: {config.BROWSE_BACKEND}")
+        print(f"judge: {self.judge.name}   search: {config.SEARCH_BACKEND}   reader: {config.BROWSE_BACKEND}   "
+              f"reward: {config.REWARD_SCHEME}   credit: {config.CREDIT}")  # fmt: skip
         print(f"budget: steps {self.step + 1}..{config.STEPS}, each {config.QUESTIONS_PER_STEP} questions x {config.K} "
-              f"trajectories and {config.QUESTIONS_PER_STEP * matches} judge calls; "
+              f"trajectories and {config.QUESTIONS_PER_STEP * count_calls(config.K)} judge calls; "
               f"{len(self.questions)} questions")  # fmt: skip
 
     async def train(self):
@@ -236,9 +91,7 @@ class Run:
             questions = take(self.questions, step)
             groups, refused = await collect(questions, self.rollout, self.judge, self.folder, step, self.policy.version)
             clock.lap("rollout_and_judge")
-            batch = build_batch(groups, step)
-            with tqdm(total=len(batch.rows), desc=f"step {step} update", leave=False, disable=None) as bar:
-                trained = update(self.policy, self.optimizer, batch, bar)
+            trained = self._learn(build_batch(groups, step), step)
             clock.lap("update")
             asked = {f"judge/{name}": total - before[name] for name, total in self.judge.totals().items()}
             metrics = {**group_metrics(groups), **asked, "judge/refused_groups": refused, **trained}
@@ -247,12 +100,22 @@ class Run:
         await self.tools.close()
         await self.judge.close()
 
+    def _learn(self, batch, step):
+        """The step's update of the policy and, where there is one, of its critic; returns train/* and critic/*."""
+        if self.critic:
+            self.critic.appraise(batch)
+        warming_up = self.critic is not None and step <= config.CRITIC_WARMUP_STEPS
+        learnt = Batch([], batch.tokens, batch.sequences) if warming_up else batch
+        with tqdm(total=len(learnt.rows), desc=f"step {step} update", leave=False, disable=None) as bar:
+            metrics = update(self.policy, self.optimizer, learnt, bar)
+        return {**metrics, **(self.critic.fit(batch) if self.critic else {})}
+
     async def _commit(self, step, metrics, clock):
         """Metrics, then the checkpoint, then the weights in service: in that order, so that a kill loses no line."""
         _count_skips(self.progress, metrics)
         self.judge.journal.sync()
         self.tracker.log(step, {**metrics, **clock.laps})
-        checkpoint.save(self.folder, step, self.policy, self.optimizer, self.progress)
+        checkpoint.save(self.folder, step, self.policy, self.optimizer, self.progress, self.critic)
         await self.sampler.publish(step)
         clock.lap("commit")
 
@@ -274,6 +137,7 @@ def load_training_questions():
     if len(questions) < config.QUESTIONS_PER_STEP:
         raise SystemExit(f"{config.TRAIN_FILE} holds {len(questions)} questions, fewer than "
                          f"QUESTIONS_PER_STEP = {config.QUESTIONS_PER_STEP}; lower it or give more data")  # fmt: skip
+    check_questions(questions)
     return questions
 
 

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import config
-from judge import Judge, JudgeError, VerdictError, coverage, parse_verdict, render_prompt, rule_reply
+from asks import Ask
+from judge import Judge, JudgeError, VerdictError, coverage, parse_verdict, render_prompt
 from judges import Reply
 from records import JournalError, Rubric, read_journal
+from rule import rule
 
 PLACE = {"step": 1, "question_id": "q1", "repeat": 0, "round": 0, "index": 0, "players": [4, 2]}
 
@@ -83,7 +85,7 @@ def test_rule_judge_prefers_coverage_then_brevity_then_order():
     rubrics = (Rubric("a", 'States "Paris".', "", "critical"), Rubric("b", 'States "68 million".', "", "important"))
 
     def winner(*answers):
-        return json.loads(asyncio.run(rule_reply("q", rubrics, answers, 1)).raw)["winners"]
+        return json.loads(rule(Ask("pick", "q", rubrics, answers)))["winners"]
 
     assert winner("It is PARIS.", "Paris has 68  million people in a long text") == [2]
     assert winner("Paris, as we all know", "Paris") == [2]

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from peers import Peer, chat_reply, ok
 
 import config
-import judges
+import jev
+from asks import Ask
+from jev import JevJudge
 from judge import Judge, JudgeError, JudgeRefusal, VerdictError, parse_verdict, render_prompt
-from judges import ChatJudge, JevJudge, Reply
+from judges import ChatJudge, Reply, is_loopback
 from ledger import LEDGER
 from records import read_journal
 from reward import normalize_wins, run_tournament
@@ -117,15 +119,15 @@ def test_request_to_another_server_without_schemas_or_template_switch(tmp_path, 
 def test_the_default_model_is_the_policys_base_and_keys_go_where_they_belong(monkeypatch):
     config.JUDGE_MODEL = ""
     monkeypatch.setenv("OPENAI_API_KEY", KEYS["OPENAI_API_KEY"])
-    local = ChatJudge(render_prompt, "http://127.0.0.1:8100")
+    local = ChatJudge("http://127.0.0.1:8100")
     assert local.name == f"openai:{config.MODEL}" and local._key.read() == ""  # not another service's key
     config.JUDGE_URL = "https://api.openai.com/v1"
-    assert ChatJudge(render_prompt, "http://127.0.0.1:8100")._key.read() == KEYS["OPENAI_API_KEY"]
-    assert ChatJudge(render_prompt).url == "https://api.openai.com/v1/chat/completions"
+    assert ChatJudge("http://127.0.0.1:8100")._key.read() == KEYS["OPENAI_API_KEY"]
+    assert ChatJudge().url == "https://api.openai.com/v1/chat/completions"
     for wrong in ("localhost:8000", "ftp://e.org", "http://"):
         config.JUDGE_URL = wrong
         with pytest.raises(ValueError, match="config.JUDGE_URL"):
-            ChatJudge(render_prompt)
+            ChatJudge()
 
 
 def test_the_local_judge_is_reached_past_a_proxy(tmp_path, monkeypatch):
@@ -206,7 +208,7 @@ def test_a_busy_server_is_waited_for_inside_one_attempt(tmp_path):
 
 def test_lone_surrogates_in_an_answer_can_be_sent():
     async def run(url):
-        return await ChatJudge(render_prompt, url).reply(QUESTION.query, QUESTION.rubrics, ["a\ud83d", "b"], 1)
+        return await ChatJudge(url).reply(Ask("pick", QUESTION.query, QUESTION.rubrics, ("a\ud83d", "b")))
 
     with Peer(ok(chat_reply(TWO, MODEL))) as peer:
         assert asyncio.run(run(peer.url)).raw == TWO
@@ -215,7 +217,7 @@ def test_lone_surrogates_in_an_answer_can_be_sent():
 
 def test_any_messages_and_schema_can_be_sent():
     async def run(url):
-        backend = ChatJudge(render_prompt, url)
+        backend = ChatJudge(url)
         return await backend.chat([{"role": "user", "content": "hi"}], max_tokens=4096)
 
     with Peer(ok(chat_reply("free text", MODEL))) as peer:
@@ -519,7 +521,8 @@ def test_jev_winners_are_the_most_probable(probabilities, num_winners):
     names = [f"candidate_{n}" for n in range(1, len(probabilities) + 1)]
     best = names[probabilities.index(max(probabilities))]
     answer = {"choice": best, "probabilities": dict(zip(names, probabilities, strict=True))}
-    winners = parse_verdict(judges._verdict(answer, names, num_winners), len(names), num_winners)
+    ask = Ask("pick", "q", (), ("a",) * len(names), num_winners)
+    winners = parse_verdict(json.dumps(jev._verdict(ask, {"better": answer})), len(names), num_winners)
     assert len(winners) == num_winners
     assert [probabilities[k] for k in winners] == sorted(probabilities, reverse=True)[:num_winners]
 
@@ -535,8 +538,8 @@ def test_a_key_never_reaches_the_journal_or_the_console(tmp_path, monkeypatch, c
 
 def test_loopback_is_known_in_every_form():
     for url in ("http://127.0.0.1:8100", "http://localhost/v1", "http://[::1]:80", "http://127.9.9.9"):
-        assert judges.is_loopback(url)
-    assert not any(map(judges.is_loopback, ("https://api.openai.com", "http://10.0.0.1", "http://127.0.0.1.e.org")))
+        assert is_loopback(url)
+    assert not any(map(is_loopback, ("https://api.openai.com", "http://10.0.0.1", "http://127.0.0.1.e.org")))
     assert JevJudge().url == "https://api.typesafe.ai/v1/systemone"
 
 

@@ -1,6 +1,7 @@
 """The PPO objective and the log-prob kernel: golden rows, dense oracles, finite differences, failure reports."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 import config
+from loss import clip_counts, kl_penalty, ppo_objective, sequence_logprobs
 from policy import selective_logprobs
-from train import clip_counts, ppo_objective
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 
@@ -142,3 +143,69 @@ def test_LOSS_10_no_tokens_times_vocabulary_tensor_is_kept():
     gradients = [torch.autograd.grad(values.sum(), hidden)[0] for values in (ours, dense)]
     assert sizes and max(sizes) < tokens * vocabulary / 4
     assert torch.allclose(ours, dense, atol=1e-5) and torch.allclose(*gradients, atol=1e-5)
+
+
+def test_golden_kl_penalty():
+    """The reference's names for the estimators; a + there means k2's gradient under another value: not offered."""
+    names = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    equal, not_offered = Counter(), Counter()
+    for row in golden("kl_penalty"):
+        if row["kl_penalty"] not in names:
+            not_offered[row["kl_penalty"]] += 1
+            continue
+        current = as_tensor(row["log_prob"]).requires_grad_()
+        penalty = kl_penalty(current, as_tensor(row["ref_log_prob"]), names[row["kl_penalty"]])
+        (gradient,) = torch.autograd.grad(penalty.sum(), current)
+        expected = row["f64"]
+        assert torch.allclose(penalty, as_tensor(expected["kl"]), rtol=1e-9, atol=1e-12), row["id"]
+        assert torch.allclose(gradient, as_tensor(expected["grad_log_prob_of_sum"]), rtol=1e-9, atol=1e-12), row["id"]
+        equal[names[row["kl_penalty"]]] += 1
+    assert equal == {"k1": 10, "abs": 5, "k2": 10, "k3": 10}
+    assert not_offered == dict.fromkeys(("k1+", "abs+", "k2+", "k3+", "low_var_kl+"), 5)
+
+
+def test_kl_estimate_equals_the_exact_kl_of_a_small_vocabulary():
+    """Expected over the policy's own distribution, k3 is KL(policy || reference), and so is its score-free gradient."""
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (torch.randn(7, dtype=torch.float64, generator=generator).log_softmax(0) for _ in range(2))
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert float((policy.exp() * kl_penalty(policy, reference)).sum()) == pytest.approx(float(exact), rel=1e-12)
+    assert float((policy.exp() * kl_penalty(policy, reference, "k1")).sum()) == pytest.approx(float(exact), rel=1e-12)
+    assert (kl_penalty(policy, reference) >= 0).all()
+    assert not kl_penalty(policy, policy.clone()).any()
+
+
+def test_kl_gradient_matches_finite_differences():
+    generator = torch.Generator().manual_seed(1)
+    current, reference = (torch.randn(9, dtype=torch.float64, generator=generator) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, reference), current.requires_grad_())
+
+
+def test_sequence_ratio_by_hand():
+    """Two sequences with mean log-ratios 0.2 and -0.3; the first is above 1 + 0.1 with a gain, so it is clipped."""
+    old = as_tensor([-1.0, -2.0, -3.0, -1.0])
+    current = as_tensor([-0.9, -1.7, -3.1, -1.5]).requires_grad_()
+    compared = sequence_logprobs(current, old, [2, 2])
+    assert (compared - old).tolist() == pytest.approx([0.2, 0.2, -0.3, -0.3])
+    clips = {"clip_low": 0.5, "clip_high": 0.1, "dual_clip": 3.0}
+    loss = ppo_objective(compared, old, as_tensor([1.0, 1.0, -2.0, -2.0]), **clips)
+    assert loss.tolist() == pytest.approx([-1.1, -1.1, 2 * math.exp(-0.3), 2 * math.exp(-0.3)])
+    (gradient,) = torch.autograd.grad((loss * as_tensor([0.25] * 4)).sum(), current)
+    assert gradient.tolist() == pytest.approx([0, 0, 0.5 * math.exp(-0.3), 0.5 * math.exp(-0.3)])
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 99))
+def test_sequence_ratio_has_the_gradient_of_gspo(lengths, seed):
+    """Against the definition: mean over sequences of min(s A, clip(s) A), s = exp(mean log-ratio), by autograd."""
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randn(sum(lengths), dtype=torch.float64, generator=generator) - 2
+    current = (old + 0.5 * torch.randn(sum(lengths), dtype=torch.float64, generator=generator)).requires_grad_()
+    signs = torch.randn(len(lengths), dtype=torch.float64, generator=generator)
+    ratios = torch.stack([part.mean().exp() for part in (current - old).split(lengths)])
+    plain, clipped = ratios * signs, ratios.clamp(0.8, 1.2) * signs
+    (expected,) = torch.autograd.grad(-torch.minimum(plain, clipped).mean(), current)
+    advantages = torch.cat([sign.expand(n) for sign, n in zip(signs, lengths, strict=True)])
+    weights = torch.cat([torch.full((n,), 1 / (n * len(lengths)), dtype=torch.float64) for n in lengths])
+    per_token = ppo_objective(sequence_logprobs(current, old, lengths), old, advantages, **{**CLIPS, "dual_clip": 1e9})
+    (ours,) = torch.autograd.grad((per_token * weights).sum(), current)
+    assert torch.allclose(ours, expected, rtol=1e-9, atol=1e-12)

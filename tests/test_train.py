@@ -19,7 +19,9 @@ import preflight
 import train
 from policy import Policy
 from records import read_journal, trajectory_from_json
-from reward import check_format, rebuild_rewards
+from replay import rebuild_rewards
+from reward import check_format
+from update import Batch, Row
 
 SMALL = [sys.executable, str(ROOT / "tests" / "small_demo.py")]
 STEPS = 3
@@ -260,9 +262,9 @@ def test_newest_two_stay_and_every_fifth(policy, tmp_path):
 
 def test_LORA_04_adapters_train_on_after_save_and_load(policy, tmp_path):
     """And LORA-05: what is loaded is what was saved, tensor by tensor, not a new adapter."""
-    row = train.Row(list(range(8, 40)), list(range(10, 32)), torch.ones(22), torch.zeros(22), 1.0)
+    row = Row(list(range(8, 40)), list(range(10, 32)), torch.ones(22), torch.zeros(22), 1.0)
     optimizer, fresh = checkpoint.make_optimizer(policy), set(policy.parameters)
-    train.update(policy, optimizer, train.Batch([row], 22))
+    train.update(policy, optimizer, Batch([row], 22, 1))
     checkpoint.save(tmp_path, 1, policy, optimizer, {})
     saved_weights = {name: p.detach().clone() for name, p in policy.parameters.items()}
     other = Policy()
@@ -271,7 +273,7 @@ def test_LORA_04_adapters_train_on_after_save_and_load(policy, tmp_path):
     assert all(torch.equal(p, saved_weights[name]) for name, p in other.parameters.items())
     assert set(other.parameters) == fresh and sum(len(g["params"]) for g in resumed.param_groups) == len(fresh)
     for which, its_optimizer in ((policy, optimizer), (other, resumed)):
-        train.update(which, its_optimizer, train.Batch([row], 22))
+        train.update(which, its_optimizer, Batch([row], 22, 1))
     assert any(not torch.equal(p, saved_weights[name]) for name, p in other.parameters.items())
     assert all(torch.equal(p, policy.parameters[name]) for name, p in other.parameters.items())
 

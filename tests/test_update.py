@@ -13,9 +13,11 @@ from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 import checkpoint
 import config
 import train
+from loss import kl_penalty
 from policy import Policy, coverage
 from records import Question, ScoredGroup, Trajectory
-from train import Batch, Row, build_batch, micro_batches, take, update
+from train import take
+from update import Batch, Row, _backward, build_batch, micro_batches, update
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,9 @@ def gradients(policy, rows, budget):
     config.MICRO_BATCH_TOKENS = budget
     tokens = sum(len(row.positions) for row in rows)
     policy.model.zero_grad()
-    sums = {"loss": 0.0, "clipped": 0, "held": 0, "difference": 0.0, "largest": 0.0}
+    sums = dict.fromkeys(("loss", "clipped", "held", "difference", "largest", "kl"), 0)
     for packed in micro_batches(rows):
-        train._backward(policy, packed, tokens, sums)
+        _backward(policy, packed, Batch(rows, tokens, len(rows)), sums)
     return {name: p.grad.clone() for name, p in policy.parameters.items() if p.grad is not None}
 
 
@@ -78,7 +80,7 @@ def test_LOSS_05_denominator_is_the_steps_token_count(policy):
     with torch.no_grad():
         logprobs = [policy.logprobs([row]) for row in rows]
     expected = sum(float((-row.advantages).sum()) for row in rows) / sum(map(len, logprobs))
-    batch = Batch(rows, sum(len(row.positions) for row in rows))
+    batch = Batch(rows, sum(len(row.positions) for row in rows), len(rows))
     optimizer = torch.optim.SGD(policy.parameters.values(), lr=0.0)
     assert update(policy, optimizer, batch)["train/loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -162,7 +164,7 @@ def test_LOSS_04_a_gradient_that_is_not_finite_skips_the_step_and_repeats_stop_t
     optimizer, before = checkpoint.make_optimizer(policy), snapshot(policy)
     rows = make_rows(policy, [20])
     rows[0].advantages[0] = math.inf
-    metrics = update(policy, optimizer, Batch(rows, len(rows[0].positions)))
+    metrics = update(policy, optimizer, Batch(rows, len(rows[0].positions), len(rows)))
     assert metrics["train/skipped_updates"] == 1
     assert all(torch.equal(before[name], p) for name, p in policy.parameters.items())
     progress = {}
@@ -180,7 +182,8 @@ def test_several_updates_keep_the_first_ones_logprobs(policy):
     config.LEARNING_RATE = 0.05
     saved = copy.deepcopy(snapshot(policy))
     rows = make_rows(policy, [30, 30])
-    metrics = update(policy, checkpoint.make_optimizer(policy), Batch(rows, sum(len(r.positions) for r in rows)))
+    tokens = sum(len(row.positions) for row in rows)
+    metrics = update(policy, checkpoint.make_optimizer(policy), Batch(rows, tokens, len(rows)))
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             parameter.copy_(saved[name])
@@ -253,3 +256,62 @@ def test_LORA_10_checkpointing_reaches_every_adapter(qwen35):
         parameter.grad = None
     assert len(slopes) == sum(coverage(qwen35.model).values())
     assert all(g is not None and g.isfinite().all() and g.abs().max() > 0 for g in slopes.values())
+
+
+def test_kl_of_the_initial_adapter_is_zero_and_grows_with_the_adapter(policy):
+    rows, saved = make_rows(policy, [30, 20]), snapshot(policy)
+    with torch.no_grad():
+        fresh = kl_penalty(policy.logprobs(rows), policy.reference_logprobs(rows))
+        for name, parameter in policy.parameters.items():
+            if "lora_B" in name:
+                parameter.add_(0.05)
+        moved = kl_penalty(policy.logprobs(rows), policy.reference_logprobs(rows))
+        for name, parameter in policy.parameters.items():
+            parameter.copy_(saved[name])
+    assert fresh.abs().max() < 1e-6
+    assert moved.mean() > 1e-3
+
+
+def test_a_kl_penalty_trains_rows_without_an_advantage_and_is_reported(policy):
+    tied = [group([0.5] * 4)]
+    assert not build_batch(tied, 1).rows
+    config.KL_COEF = 0.1
+    batch = build_batch(tied, 1)
+    assert len(batch.rows) == 4
+    metrics = update(policy, torch.optim.SGD(policy.parameters.values(), lr=0.0), batch)
+    assert metrics["train/kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_kl_adds_its_coefficient_times_its_token_mean(policy):
+    rows, saved = make_rows(policy, [30, 20]), snapshot(policy)
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            if "lora_B" in name:
+                parameter.add_(0.05)
+    tokens = sum(len(row.positions) for row in rows)
+    optimizer, losses = torch.optim.SGD(policy.parameters.values(), lr=0.0), []
+    for config.KL_COEF in (0.0, 0.5):
+        metrics = update(policy, optimizer, Batch(rows, tokens, 2))
+        losses.append(metrics["train/loss"])
+    with torch.no_grad():
+        for name, parameter in policy.parameters.items():
+            parameter.copy_(saved[name])
+    assert losses[1] - losses[0] == pytest.approx(0.5 * metrics["train/kl"], rel=1e-3) and metrics["train/kl"] > 1e-3
+
+
+def test_sequence_level_is_a_mean_over_trajectories_whatever_the_micro_batches(policy):
+    """Short and long trajectories weigh the same, and packing does not matter."""
+    rows = make_rows(policy, [12, 60, 30])
+    config.RATIO_LEVEL = "sequence"
+    expected = -sum(float(row.advantages[0]) for row in rows) / 3
+    optimizer = torch.optim.SGD(policy.parameters.values(), lr=0.0)
+    loss = update(policy, optimizer, Batch(rows, sum(len(row.positions) for row in rows), 3))["train/loss"]
+    assert loss == pytest.approx(expected, rel=1e-5)
+    single, whole = gradients(policy, rows, 1), gradients(policy, rows, 10_000)
+    assert all(torch.allclose(gradient, whole[name], atol=1e-6, rtol=0) for name, gradient in single.items())
+
+
+def test_rows_of_another_temperature_are_packed_apart(policy):
+    rows = make_rows(policy, [20, 20, 20])
+    rows[1].temperature = 0.8
+    assert sorted(len(packed) for packed in micro_batches(rows)) == [1, 2]
