@@ -3,8 +3,7 @@
     python demo/benchmark.py [--out DIR]
 
 Everything follows from the questions' own rubrics, so that the rule judge can compute every criterion: facts stated
-(comprehensiveness), each beside its topic (insight), directness as length (instruction following, readability): the
-two things by which it also judges in training, coverage and then brevity.
+(comprehensiveness), each beside its topic (insight), topics named (instruction following), and length (readability).
 """
 
 import argparse
@@ -37,7 +36,7 @@ def criteria(row):
     listed = {
         "comprehensiveness": [f'States the {topic}: "{fact}"' for topic, fact in known.items()],
         "insight": [f'Connects value and topic: "{topic} is {fact}"' for topic, fact in known.items()],
-        "instruction_following": [f"Answers directly, as the reference does: at most {len(report(row))} characters"],
+        "instruction_following": [f'Speaks of what was asked: "{topic}"' for topic in known],
         "readability": [f"Reads in one go: at most {CHARACTERS} characters"],
     }
     criterions = {
