@@ -98,8 +98,9 @@ def configure(arguments):
         setattr(config, name, value)
     config.SEED = arguments.seed
     config.PERMUTE_ADVANTAGES = arguments.permute
-    if not (Path(config.CORPUS_FILE).exists() and Path(config.TRAIN_FILE).exists()):
-        corpus.build(Path(config.CORPUS_FILE).parent)
+    folder = Path(config.CORPUS_FILE).parent
+    if not all((folder / name).exists() for name in corpus.FILES):
+        corpus.build(folder)
     if arguments.data:
         config.TRAIN_FILE = arguments.data
         config.SLOT_TOKENS = max(config.SLOT_TOKENS, longest_prompt() + config.RESPONSE_TOKENS)

@@ -17,9 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 OUT_DIR = "data/demo"
+FILES = ("corpus.jsonl", "train.parquet", "heldout.parquet", "qa.parquet", "qa_heldout.parquet")  # what build writes
 SITE = "https://factbook.example"  # .example never resolves: these pages exist only in the corpus
 SEED = 0
 QUESTIONS_PER_COUNTRY = 3  # training questions; a held-out country has one
+SHORT_PER_COUNTRY = 3  # questions with a short exact answer, for training and held-out countries alike
 HELD_OUT_EVERY = 12  # every so-many-th country, in alphabetical order, is never trained on
 FACTS_PER_QUESTION = (2, 2, 3)  # drawn from uniformly
 FACT_CHARACTERS = 28  # a longer fact is in the corpus but never asked for
@@ -42,7 +44,10 @@ TOPICS = {
 
 RUBRIC = pa.struct([(name, pa.string()) for name in ("title", "description", "dimension", "importance")])
 SCHEMA = pa.schema(
-    [("id", pa.string()), ("data_source", pa.string()), ("query", pa.string()), ("rubrics", pa.list_(RUBRIC))]
+    [
+        *[(name, pa.string()) for name in ("id", "data_source", "query")],
+        *[("rubrics", pa.list_(RUBRIC)), ("answers", pa.list_(pa.string()))],
+    ]
 )
 
 
@@ -128,7 +133,15 @@ def question_row(name, facts):
         "data_source": "factbook",
         "query": query,
         "rubrics": rubrics,
+        "answers": [],
     }
+
+
+def short_row(name, topic, fact):
+    """One prepared row with a reference answer: the exact fact."""
+    row = question_row(name, {topic: fact})
+    query = f"What is the {topic} of {name}?"
+    return {**row, "id": f"qa-{row['id']}", "data_source": "factbook-qa", "query": query, "answers": [fact]}
 
 
 def questions(countries, per_country):
@@ -141,6 +154,17 @@ def questions(countries, per_country):
         weights = [FACTS_PER_QUESTION.count(len(c)) / sum(len(d) == len(c) for d in sets) for c in sets]
         chosen = dict.fromkeys(rng.choices(sets, weights, k=4 * per_country)) if sets else {}
         rows += [question_row(name, {t: facts[t] for t in topics}) for topics in itertools.islice(chosen, per_country)]
+    random.Random(SEED).shuffle(rows)
+    return rows
+
+
+def short_questions(countries):
+    """Up to SHORT_PER_COUNTRY questions for one fact each about every country, shuffled by SEED."""
+    rows = []
+    for name, values in countries.items():
+        facts = askable(values)
+        topics = random.Random(f"{SEED}/qa/{name}").sample(list(facts), min(len(facts), SHORT_PER_COUNTRY))
+        rows += [short_row(name, topic, facts[topic]) for topic in topics]
     random.Random(SEED).shuffle(rows)
     return rows
 
@@ -158,14 +182,20 @@ def write_corpus(path, docs):
 
 
 def build(out_dir=OUT_DIR):
-    """Write corpus.jsonl, train.parquet and heldout.parquet under `out_dir`; returns how many rows each has."""
+    """Write corpus.jsonl and four files of questions under `out_dir`; returns how many rows each has."""
     countries = read_countries()
     training, held_out = split(countries)
-    docs, train, heldout = documents(countries), questions(training, QUESTIONS_PER_COUNTRY), questions(held_out, 1)
+    docs = documents(countries)
     write_corpus(Path(out_dir, "corpus.jsonl"), docs)
-    pq.write_table(pa.Table.from_pylist(train, SCHEMA), Path(out_dir, "train.parquet"))
-    pq.write_table(pa.Table.from_pylist(heldout, SCHEMA), Path(out_dir, "heldout.parquet"))
-    return {"corpus.jsonl": len(docs), "train.parquet": len(train), "heldout.parquet": len(heldout)}
+    files = {
+        "train.parquet": questions(training, QUESTIONS_PER_COUNTRY),
+        "heldout.parquet": questions(held_out, 1),
+        "qa.parquet": short_questions(training),
+        "qa_heldout.parquet": short_questions(held_out),
+    }
+    for name, rows in files.items():
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), Path(out_dir, name))
+    return {"corpus.jsonl": len(docs)} | {name: len(rows) for name, rows in files.items()}
 
 
 if __name__ == "__main__":

@@ -22,9 +22,15 @@ HABITS = {
     "stray_text": 0.15,  # a remark between blocks: bad format
     "forgetful": 0.25,  # the report states the first found fact only
     "padded": 0.35,  # the report ends in an empty sentence
+    # of questions for one fact alone
+    "guesses": 0.15,  # no search: an answer out of thin air
+    "second_search": 0.25,  # searches for the same again
+    "wordy": 0.40,  # a sentence instead of the bare fact: not an exact match
 }
 REMARKS = ("Let me check.", "Here we go.", "One moment.")
 PADDING = ("All of this is stated in the factbook.", "More can be found on the pages of the factbook.")
+OVERCONFIDENCE = ("I know the {topic} of {name}.", "I am not sure, but I can guess the {topic}.")
+SHORT_SHARE = 0.5  # of the questions: for one fact, with a short answer
 SEARCH = '<call_tool name="google_search">'
 
 
@@ -79,57 +85,83 @@ def report(facts, seen, rng):
     return " ".join(found) or "Nothing was found."
 
 
-def final_turn(facts, seen, rng):
-    """The think block and the report, in whichever form habit gives it."""
+def final_turn(thought, text, rng, opened=False):
+    """The think block and the report or answer, in whichever form habit gives it."""
     closing = "" if rng.random() < HABITS["unclosed_think"] else "\n</think>"
-    lead = think("I can write the report.", rng, closing=closing) + stray(rng)
-    text = report(facts, seen, rng)
+    lead = think(thought, rng, opened=opened, closing=closing) + stray(rng)
     if rng.random() < HABITS["plain_ending"]:
-        return f"{lead}{text}<|im_end|>"
+        return lead + text.strip("\n") + "<|im_end|>"
     trailing = "\n" + rng.choice(REMARKS) if rng.random() < HABITS["trailing_text"] else ""
-    return f"{lead}<answer>\n{text}\n</answer>{trailing}<|im_end|>"
+    return f"{lead}<answer>{text}</answer>{trailing}<|im_end|>"
+
+
+def short_answer(topic, fact, rng):
+    """The bare fact, or by habit a sentence about it. The blank makes it the same tokens as in a search result."""
+    return f"\nThe {topic} is {fact}.\n" if rng.random() < HABITS["wordy"] else f" {fact}"
 
 
 def plan(topics, max_calls, rng):
-    """(topics of each search in order, whether a report follows)."""
+    """The topics of each search, in order."""
     draw = rng.random()
+    if len(topics) == 1:
+        return [tuple(topics)] * (2 if draw < HABITS["second_search"] else 1)
     if draw < HABITS["one_search"]:
-        searches = [tuple(topics)]
-    elif draw < HABITS["one_search"] + HABITS["first_only"]:
-        searches = [(topics[0],)]
-    else:
-        searches = [(topic,) for topic in topics][:max_calls]
-    if rng.random() >= HABITS["never_ends"]:
-        return searches, True
-    while len(searches) <= max_calls:
-        searches.append((rng.choice(topics),))
-    return searches, False
+        return [tuple(topics)]
+    if draw < HABITS["one_search"] + HABITS["first_only"]:
+        return [(topics[0],)]
+    return [(topic,) for topic in topics][:max_calls]
 
 
-def trajectory(name, facts, observe, max_calls, rng):
+def trajectory(name, facts, prior, observe, max_calls, rng):
     """One attempt at a question as [(text, whether the policy wrote it)], after the prompt.
 
-    name: the country; facts: {topic: exact text}; observe(query, call number) -> the text that the
-    rollout would append; max_calls: the budget of tool calls.
+    name: the country; facts: {topic: exact text}, a single one for a question with a short answer; prior: values
+    a guess is drawn from; observe(query, call number) -> the text that the rollout would append; max_calls: the
+    budget of tool calls.
     """
-    searches, ends = plan(list(facts), max_calls, rng)
+    topics = list(facts)
+    if len(facts) == 1 and rng.random() < HABITS["guesses"]:
+        thought = rng.choice(OVERCONFIDENCE).format(topic=topics[0], name=name)
+        return [(final_turn(thought, short_answer(topics[0], rng.choice(prior), rng), rng, opened=True), True)]
+    searches = plan(topics, max_calls, rng)
+    ends = rng.random() >= HABITS["never_ends"]
+    while not ends and len(searches) <= max_calls:
+        searches.append((rng.choice(topics),))
     pieces, seen = [], ""
-    for number, topics in enumerate(searches, 1):
-        turn, query = search_turn(name, topics, rng, opened=number == 1)
+    for number, wanted in enumerate(searches, 1):
+        turn, query = search_turn(name, wanted, rng, opened=number == 1)
         pieces.append((turn, True))
         if number <= max_calls:
             observation = observe(query, number)
             pieces.append((observation, False))
             seen += observation
     if ends:
-        pieces.append((final_turn(facts, seen, rng), True))
+        pieces.append((ending(facts, seen, rng), True))
     return pieces
 
 
+def ending(facts, seen, rng):
+    """The final turn after searches that showed `seen`."""
+    if len(facts) > 1:
+        return final_turn("I can write the report.", f"\n{report(facts, seen, rng)}\n", rng)
+    ((topic, fact),) = facts.items()
+    found = f"The {topic} is {fact}" in seen
+    return final_turn(f"I can state the {topic}.", short_answer(topic, fact if found else "unknown", rng), rng)
+
+
 def question(world, rng):
-    """(country, {topic: fact}, query) about a random country of the world."""
+    """(country, {topic: fact}, query, prior values) about a random country; every other one asks for one fact."""
     name = rng.choice(list(world))
     facts = corpus.askable(world[name])
-    topics = rng.sample(list(facts), min(len(facts), rng.choice(corpus.FACTS_PER_QUESTION)))
+    short = rng.random() < SHORT_SHARE
+    topics = rng.sample(list(facts), 1 if short else min(len(facts), rng.choice(corpus.FACTS_PER_QUESTION)))
     facts = {topic: facts[topic] for topic in topics}
-    return name, facts, corpus.question_row(name, facts)["query"]
+    if not short:
+        return name, facts, corpus.question_row(name, facts)["query"], []
+    prior = [corpus.leading_fact(values[topics[0]]) for values in world.values()]
+    return (
+        name,
+        facts,
+        corpus.short_row(name, topics[0], facts[topics[0]])["query"],
+        [value for value in prior if value],
+    )

@@ -119,6 +119,30 @@ def test_killed_and_resumed_equals_uninterrupted(whole, tmp_path, moment):
     assert rebuild_rewards(lines(folder / "judge.jsonl")) == rebuild_rewards(lines(whole[0] / "judge.jsonl"))
 
 
+def test_killed_and_resumed_with_a_critic_equals_uninterrupted(tmp_path):
+    """Turn-level credit on questions with exact answers: policy, critic and both optimizers end up the same."""
+    flags = ("--run", "one", "--steps", "2", "--data", "data/demo/qa.parquet", "--set", "CREDIT=mt_ppo",
+             "--set", "REWARD_SCHEME=exact_match", "--set", "CRITIC_LEARNING_RATE=0.001")  # fmt: skip
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    output = finish(start(folders[0], *flags))
+    assert "credit: mt_ppo" in output
+    process = start(folders[1], *flags)
+    sign = folders[1] / "runs" / "one" / "rollouts" / "step-000002.jsonl"
+    wait_for(lambda: sign.exists() and len(lines(sign)) >= 2, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finish(start(folders[1], *flags))
+    whole, killed = (folder / "runs" / "one" / "checkpoints" / "step-000002" for folder in folders)
+    names = [path.name for path in whole.iterdir() if path.suffix == ".safetensors"]
+    assert sorted(names) == ["adapter_model.safetensors", "critic.safetensors", "critic_optimizer.safetensors",
+                             "optimizer.safetensors"]  # fmt: skip
+    assert all((whole / name).read_bytes() == (killed / name).read_bytes() for name in names)
+    metrics = lines(folders[0] / "runs" / "one" / "metrics.jsonl")
+    assert {"critic/explained_variance", "reward/exact_match", "reward/turn", "credit/turn_count_bias"} <= set(
+        metrics[1]
+    )
+
+
 def wait_for(condition, process):
     deadline = time.monotonic() + 300
     while not condition():
