@@ -18,8 +18,8 @@ class JevJudge:
     """Jev behind /v1/systemone. Every kind of Ask has its type of question there:
 
     pick and compare: a choice (compare's scores are ten times the probabilities); items: one noul per rubric item, met
-    from 0.5; overall: a score over ten levels. TYPESAFE_BASE_URL may name another server of the same interface; one on
-    this machine needs no key.
+    at 0.5 or more; overall: a score over ten levels. TYPESAFE_BASE_URL may name another server of the same interface;
+    one on this machine needs no key.
     """
 
     def __init__(self):

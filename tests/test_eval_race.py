@@ -362,4 +362,4 @@ def test_the_demos_benchmark_gives_its_own_reference_full_marks(tmp_path):
     assert task.reference == "The capital is Porto-Novo. The currency is CFA franc."
     marks = [entry for entries in race.rule_sheet(task, "The capital is Porto-Novo.").values() for entry in entries]
     assert {entry["article_2_score"] for entry in marks} == {10.0}
-    assert [entry["article_1_score"] for entry in marks] == [10, 0, 10, 0, 10, 10]
+    assert [entry["article_1_score"] for entry in marks] == [10, 0, 10, 0, 10, 0, 10]

@@ -124,6 +124,8 @@ def test_killed_and_resumed_with_a_critic_equals_uninterrupted(tmp_path):
     flags = ("--run", "one", "--steps", "2", "--data", "data/demo/qa.parquet", "--set", "CREDIT=mt_ppo",
              "--set", "REWARD_SCHEME=exact_match", "--set", "CRITIC_LEARNING_RATE=0.001")  # fmt: skip
     folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
     output = finish(start(folders[0], *flags))
     assert "credit: mt_ppo" in output
     process = start(folders[1], *flags)
