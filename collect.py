@@ -5,9 +5,11 @@ import asyncio
 from tqdm import tqdm
 
 import config
+from credit import tree_leaves
 from judge import JudgeRefusal
 from records import Journal, read_journal, trajectory_from_json
 from reward import score_group
+from rollout import tree_turns
 from schemes import GREEDY_ANCHOR
 
 
@@ -22,9 +24,14 @@ async def collect(questions, rollout, judge, folder, step, version):
     """
     path = folder / "rollouts" / f"step-{step:06d}.jsonl"
     kept = [trajectory_from_json(line) for _, line in read_journal(path)]
+    trees = {} if config.ROLLOUT_TREE else None
+    for trajectory in kept if config.ROLLOUT_TREE else ():  # a tree is journaled at once, from its first leaf on
+        leaves = trees.setdefault(trajectory.question_id, [])
+        leaves[:] = [trajectory] if trajectory.k == 0 else [*leaves, trajectory]
     finished = {(t.question_id, t.k): t for t in kept if not t.broken and t.policy_version == version}
     journal = Journal(path)
-    bars = [tqdm(total=len(questions) * config.K, desc=f"step {step} trajectories", leave=False, disable=None),
+    each = tree_leaves(config.K, tree_turns()) if config.ROLLOUT_TREE else config.K
+    bars = [tqdm(total=len(questions) * each, desc=f"step {step} trajectories", leave=False, disable=None),
             tqdm(total=len(questions), desc=f"step {step} tournaments", leave=False, disable=None)]  # fmt: skip
 
     async def attempt(question, k, slot):
@@ -35,11 +42,24 @@ async def collect(questions, rollout, judge, folder, step, version):
         bars[0].update()
         return trajectory
 
+    async def grown(question, slot):
+        leaves = trees.get(question.id, [])
+        if not (_is_whole([leaf.path for leaf in leaves]) and
+                all(not leaf.broken and leaf.policy_version == version for leaf in leaves)):  # fmt: skip
+            leaves = await rollout.run_tree(question, step=step, version=version, slot=slot)
+            for leaf in leaves:
+                journal.append(leaf)
+        bars[0].update(each)
+        return leaves
+
     async def one_group(place, question):
         if (step, question.id) in judge.voided:
             return None
-        slots = range(place * config.K, (place + 1) * config.K)
-        trajectories = await asyncio.gather(*(attempt(question, k, slot) for k, slot in enumerate(slots)))
+        if config.ROLLOUT_TREE:
+            trajectories = await grown(question, place * each)
+        else:
+            slots = range(place * each, (place + 1) * each)
+            trajectories = await asyncio.gather(*(attempt(question, k, slot) for k, slot in enumerate(slots)))
         try:
             return await score_group(question, trajectories, judge, step=step)
         except JudgeRefusal as refusal:
@@ -59,6 +79,19 @@ async def collect(questions, rollout, judge, folder, step, version):
     groups = [group for group in results if group is not None]
     _check_losses(groups, len(results), path)
     return groups, len(results) - len(groups)
+
+
+def _is_whole(paths):
+    """True when the paths are all leaves of one tree: config.K branches at every state that branched."""
+
+    def whole(prefix):
+        below = [path for path in paths if path[: len(prefix)] == prefix and len(path) > len(prefix)]
+        branches = {path[len(prefix)] for path in below}
+        return (
+            prefix in paths if not below else len(branches) == config.K and all(whole((*prefix, b)) for b in branches)
+        )
+
+    return whole(())
 
 
 def _check_losses(groups, asked, path):

@@ -44,12 +44,14 @@ def pad_turn_rewards(rewards_by_trajectory):
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), width)
 
 
-def turn_advantages(turn_rewards, outcome_rewards):
+def turn_advantages(turn_rewards, outcome_rewards, paths=None):
     """(K, U) advantages as config.CREDIT says: outcome | merged | mt_grpo. For mt_ppo: `gae`.
 
     The first two give every turn of a trajectory the same number. 0 past a trajectory's last turn, and
     everywhere for a broken one.
     """
+    if config.ROLLOUT_TREE:
+        return tree_advantages(paths, turn_rewards, outcome_rewards, config.TURN_ALPHA)
     if config.CREDIT == "mt_grpo":
         baseline = config.TURN_COUNT_BASELINE
         return mt_grpo_advantages(turn_rewards, outcome_rewards, config.TURN_ALPHA, baseline=baseline)
@@ -95,6 +97,42 @@ def mt_grpo_advantages(turn_rewards, outcome_rewards, alpha, ddof=1, *, baseline
         own = group_advantages(compared[:, turn], config.ADVANTAGE_EPS, ddof) + alpha * advantages[:, turn + 1]
         advantages[:, turn] = torch.where(present[:, turn], own, advantages[:, turn])
     return advantages
+
+
+def tree_advantages(paths, turn_rewards, outcome_rewards, alpha, ddof=1):
+    """`mt_grpo_advantages` over the leaves of one question's rollout tree: turns are compared after one history.
+
+    paths: of the leaves, the branch taken at every state that branched; the rest as there, with one row per leaf. A^I_l
+    is turn reward l standardised over the node's siblings, one value per node however many leaves it has; A^O is the
+    outcome standardised over the siblings of the leaf's last branching, where a sibling that went on counts with the
+    mean outcome of its leaves. A turn that several leaves share is trained once per leaf, with each leaf's sum: the
+    mean over them is the estimate of what the turn leads to. Returns (leaves, U) float64.
+    """
+    turns, outcome, present = _checked(turn_rewards, outcome_rewards)
+    advantages = torch.zeros(len(outcome), turns.shape[1] + 1, dtype=torch.float64)
+    for level in range(max(map(len, paths), default=0)):
+        final = _among_siblings(paths, outcome.tolist(), level, ddof)
+        for leaf, path in enumerate(paths):
+            if len(path) == level + 1:
+                advantages[leaf, present[leaf].sum()] = final[leaf]
+    for level in reversed(range(turns.shape[1])):
+        own = torch.tensor(_among_siblings(paths, turns[:, level].tolist(), level, ddof), dtype=torch.float64)
+        total = own + alpha * advantages[:, level + 1]
+        advantages[:, level] = torch.where(present[:, level], total, advantages[:, level])
+    return advantages
+
+
+def _among_siblings(paths, values, level, ddof):
+    """Per leaf, its node's value at one level standardised over the node's siblings; 0 where it has none there."""
+    below = {}
+    for path, value in zip(paths, values, strict=True):
+        if len(path) > level and math.isfinite(value):
+            below.setdefault(path[:level], {}).setdefault(path[: level + 1], []).append(value)
+    found = {}
+    for nodes in below.values():
+        means = [sum(leaves) / len(leaves) for leaves in nodes.values()]
+        found |= dict(zip(nodes, group_advantages(means, config.ADVANTAGE_EPS, ddof).tolist(), strict=True))
+    return [found.get(path[: level + 1], 0.0) if len(path) > level else 0.0 for path in paths]
 
 
 def turn_count_bias(turn_rewards, outcome_rewards):

@@ -6,6 +6,8 @@ import config
 import judge
 import schemes
 import tools
+from credit import tree_leaves
+from rollout import tree_turns
 
 CHOICES = {
     "TRACKER": ("swanlab", "none"),
@@ -30,7 +32,7 @@ AT_LEAST = {
     "JUDGE_ANSWER_CHARACTERS": 1, "MATCH_SIZE": 2, "WINNERS_PER_MATCH": 1, "FINALISTS": 1, "REPEATS": 1,
     "CHECKPOINTS_KEPT": 1, "CHECKPOINT_FOREVER_EVERY": 1, "WIRE_TRIES": 1, "WIRE_BYTES": 1, "JUDGE_MAX_TOKENS": 1,
     "JEV_CONCURRENCY": 1, "JINA_TOKENS": 500, "FETCH_REDIRECTS": 0, "SERVER_CONTEXT": 1, "SERVER_SEQUENCES": 1,
-    "JUDGE_PATH_CHARACTERS": 1, "CRITIC_WARMUP_STEPS": 0,
+    "JUDGE_PATH_CHARACTERS": 1, "CRITIC_WARMUP_STEPS": 0, "TREE_LEAVES": 1,
 }  # fmt: skip
 RUBRIC_TOKENS = 2048  # of a whole rubric and the judge's instructions
 ABOVE_ZERO = ("LEARNING_RATE", "GRADIENT_CLIP", "TEMPERATURE", "ADVANTAGE_EPS", "LOG_RATIO_CLAMP",
@@ -66,7 +68,24 @@ def config_problems():
         problems.append("config.PERMUTE_ADVANTAGES shuffles trajectories' advantages: it needs CREDIT = 'outcome'")
     if config.CREDIT != "outcome" and config.TURN_REWARD == "judge" and config.JUDGE_BACKEND == "jev":
         problems.append("config.TURN_REWARD = 'judge' needs a judge that writes: JUDGE_BACKEND = 'openai'")
-    return problems or _context_problems()
+    return problems or _tree_problems() or _context_problems()
+
+
+def _tree_problems():
+    if not config.ROLLOUT_TREE:
+        return []
+    problems = []
+    if config.CREDIT != "mt_grpo":
+        problems.append("config.ROLLOUT_TREE is MT-GRPO's exact form: set CREDIT = 'mt_grpo'")
+    if config.REWARD_SCHEME in schemes.GREEDY_ANCHOR:
+        problems.append(f"config.REWARD_SCHEME = {config.REWARD_SCHEME!r} leans on a greedy trajectory; a rollout tree "
+                        "has none")  # fmt: skip
+    turns = tree_turns()
+    if turns < 2 or (leaves := tree_leaves(config.K, turns)) > config.TREE_LEAVES:
+        leaves = f"{config.K} ** {turns - 1} = {config.K ** max(0, turns - 1):,} leaves a question"
+        problems.append(f"config.ROLLOUT_TREE: {leaves}; it needs 2 turns or more, and leaves up to TREE_LEAVES = "
+                        f"{config.TREE_LEAVES}. Lower K, MAX_TURNS or MAX_TOOL_CALLS, or raise TREE_LEAVES")  # fmt: skip
+    return problems
 
 
 def _context_problems():

@@ -65,6 +65,7 @@ class Trajectory:
     own, 0 where the mask is 0); turn_index (0-based turn every token belongs to).
     opening: text the prompt already opened for the policy ("<think>\\n" or ""); the transcript starts with it.
     finish: no_tool_call | max_turns | max_tools | max_tokens | error:<kind>.
+    path: of a leaf of a rollout tree, the branch it took at every state that branched; () for a chain.
     """
 
     question_id: str
@@ -80,6 +81,7 @@ class Trajectory:
     temperature: float
     policy_version: int
     seed: int
+    path: tuple[int, ...] = ()
 
     def __post_init__(self):
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.turn_index)}

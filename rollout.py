@@ -5,11 +5,13 @@ again, so what is trained on is exactly what was sampled.
 """
 
 import asyncio
+import copy
 import logging
 from dataclasses import dataclass, field
 
 import config
 import protocol
+from credit import tree_leaves
 from records import Trajectory, Turn, seed_from
 from sampler import TOOL_STOP, SamplerError, check_completion
 
@@ -66,59 +68,79 @@ class Rollout:
         prompt_ids, opening = self.prompt(question.query)
         response = _Response(opening=opening)
         seed = seed_from(config.SEED, step, question.id, k)
-        try:
-            async with asyncio.timeout(config.TRAJECTORY_DEADLINE):
-                finish = await self._turns(prompt_ids, response, seed, slot, temperature)
-        except TimeoutError:
-            finish = "error:deadline"
-        except SamplerError as error:
-            finish = f"error:{error.kind}"
-            logging.getLogger(__name__).warning("%s/%d: %s", question.id, k, error)  # the journal has the kind alone
-        return Trajectory(
-            question_id=question.id,
-            k=k,
-            prompt_ids=tuple(prompt_ids),
-            token_ids=tuple(response.token_ids),
-            loss_mask=tuple(response.loss_mask),
-            logprobs=tuple(response.logprobs),
-            turn_index=tuple(response.turn_index),
-            turns=tuple(response.turns),
-            opening=response.opening,
-            finish=finish,
-            temperature=temperature,
-            policy_version=version,
-            seed=seed,
-        )
+        finish = None
+        deadline = asyncio.get_running_loop().time() + config.TRAJECTORY_DEADLINE
+        while finish is None:
+            finish = await self._turn(prompt_ids, response, seed, slot, temperature, deadline, f"{question.id}/{k}")
+        return _trajectory(question, k, prompt_ids, response, finish, temperature, version, seed)
 
-    async def _turns(self, prompt_ids, response, seed, slot, temperature):
-        """Turn after turn until the trajectory finishes; returns the finish reason."""
-        for turn in range(config.MAX_TURNS):
-            room = config.RESPONSE_TOKENS - len(response.token_ids)
-            if room < 1:
-                return "max_tokens"
-            completion = await self.sampler.sample(
-                prompt_ids + response.token_ids,
-                max_tokens=room,
-                temperature=temperature,
-                seed=seed_from(seed, turn, "sample"),
-                slot=slot,
-            )
-            check_completion(completion)
-            response.add_sampled(completion)
-            text = protocol.strip_end_markers(completion.text)
-            if completion.stop_reason == TOOL_STOP and not text.endswith(TOOL_STOP):
-                text += TOOL_STOP  # servers may cut the tag from the text; the ids have it
-            if turn == 0 and text.lstrip().startswith("<think>"):
-                response.opening = ""  # the policy wrote the tag once more: the transcript has it once
-            segment = response.opening + text if turn == 0 else text
-            call = protocol.find_tool_call(segment) if completion.stop_reason == TOOL_STOP else None
-            finish = self._finish(completion, call, response, turn)
-            if finish:
-                response.turns.append(Turn(text, call))
-                return finish
-            if not await self._observe(text, call, response, turn):
-                return "max_tokens"
-        raise AssertionError("the last turn always finishes")
+    async def run_tree(self, question, *, step, version, slot):
+        """All leaves of a rollout tree, Trajectories numbered in order of their paths.
+
+        At every state but a final one config.K turns are sampled, each from a seed of its own; what leaves share, they
+        share token for token. A branch that ends before is a leaf there. slot: of the first leaf; the others follow.
+        Source: MT-GRPO's exact form, K ** (turns - 1) leaves.
+        """
+        prompt_ids, opening = self.prompt(question.query)
+        seed = seed_from(config.SEED, step, question.id, "tree")
+        deadline = asyncio.get_running_loop().time() + config.TRAJECTORY_DEADLINE
+
+        async def grow(response, path, slot, leaves):
+            """Leaves below one state, `leaves` at most; they may use as many slots from `slot` on."""
+            width = 1 if _is_final(response) else config.K
+            below = leaves // width
+
+            async def branch(number):
+                mine, place = copy.deepcopy(response), (*path, number) if width > 1 else path
+                finish = await self._turn(prompt_ids, mine, seed_from(seed, *place), slot + number * below,
+                                          config.TEMPERATURE, deadline, f"{question.id}/{place}")  # fmt: skip
+                return [(place, mine, finish)] if finish else await grow(mine, place, slot + number * below, below)
+
+            return [leaf for branches in await asyncio.gather(*map(branch, range(width))) for leaf in branches]
+
+        leaves = await grow(_Response(opening=opening), (), slot, tree_leaves(config.K, tree_turns()))
+        return [_trajectory(question, k, prompt_ids, response, finish, config.TEMPERATURE, version, seed, path)
+                for k, (path, response, finish) in enumerate(leaves)]  # fmt: skip
+
+    async def _turn(self, prompt_ids, response, seed, slot, temperature, deadline, name):
+        """Sample one turn and answer its call; returns the finish reason, None when the trajectory goes on.
+
+        deadline: in the event loop's time. name: of the trajectory, for warnings.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._sample_turn(prompt_ids, response, seed, slot, temperature)
+        except TimeoutError:
+            return "error:deadline"
+        except SamplerError as error:
+            logging.getLogger(__name__).warning("%s: %s", name, error)  # the journal has the kind alone
+            return f"error:{error.kind}"
+
+    async def _sample_turn(self, prompt_ids, response, seed, slot, temperature):
+        turn, room = len(response.turns), config.RESPONSE_TOKENS - len(response.token_ids)
+        if room < 1:
+            return "max_tokens"
+        completion = await self.sampler.sample(
+            prompt_ids + response.token_ids,
+            max_tokens=room,
+            temperature=temperature,
+            seed=seed_from(seed, turn, "sample"),
+            slot=slot,
+        )
+        check_completion(completion)
+        response.add_sampled(completion)
+        text = protocol.strip_end_markers(completion.text)
+        if completion.stop_reason == TOOL_STOP and not text.endswith(TOOL_STOP):
+            text += TOOL_STOP  # servers may cut the tag from the text; the ids have it
+        if turn == 0 and text.lstrip().startswith("<think>"):
+            response.opening = ""  # the policy wrote the tag once more: the transcript has it once
+        segment = response.opening + text if turn == 0 else text
+        call = protocol.find_tool_call(segment) if completion.stop_reason == TOOL_STOP else None
+        finish = self._finish(completion, call, response, turn)
+        if finish:
+            response.turns.append(Turn(text, call))
+            return finish
+        return None if await self._observe(text, call, response, turn) else "max_tokens"
 
     def _finish(self, completion, call, response, turn):
         """Why this turn is the last one, or None when a tool call is to be answered."""
@@ -147,3 +169,32 @@ class Rollout:
         response.add_observation(ids)
         response.turns.append(Turn(text, call, appended, observation.status))
         return True
+
+
+def tree_turns():
+    """Turns of the longest trajectory that config allows: the last one may not call a tool."""
+    return min(config.MAX_TURNS, config.MAX_TOOL_CALLS + 1)
+
+
+def _is_final(response):
+    """True when the next turn is the last one whatever it says: a tree does not branch there."""
+    return len(response.turns) >= tree_turns() - 1
+
+
+def _trajectory(question, k, prompt_ids, response, finish, temperature, version, seed, path=()):
+    return Trajectory(
+        question_id=question.id,
+        k=k,
+        prompt_ids=tuple(prompt_ids),
+        token_ids=tuple(response.token_ids),
+        loss_mask=tuple(response.loss_mask),
+        logprobs=tuple(response.logprobs),
+        turn_index=tuple(response.turn_index),
+        turns=tuple(response.turns),
+        opening=response.opening,
+        finish=finish,
+        temperature=temperature,
+        policy_version=version,
+        seed=seed,
+        path=path,
+    )

@@ -71,7 +71,8 @@ def _turn_advantages(group, step):
     if config.CREDIT == "mt_ppo":
         return None
     if config.CREDIT != "outcome":
-        return turn_advantages(pad_turn_rewards(group.turn_rewards), group.rewards)
+        paths = [trajectory.path for trajectory in group.trajectories]
+        return turn_advantages(pad_turn_rewards(group.turn_rewards), group.rewards, paths)
     advantages = group_advantages(group.rewards, config.ADVANTAGE_EPS).tolist()
     if config.PERMUTE_ADVANTAGES:
         random.Random(seed_from(config.SEED, step, group.question.id, "permute")).shuffle(advantages)
