@@ -83,8 +83,10 @@ def _tree_problems():
     turns = tree_turns()
     if turns < 2 or (leaves := tree_leaves(config.K, turns)) > config.TREE_LEAVES:
         leaves = f"{config.K} ** {turns - 1} = {config.K ** max(0, turns - 1):,} leaves a question"
-        problems.append(f"config.ROLLOUT_TREE: {leaves}; it needs 2 turns or more, and leaves up to TREE_LEAVES = "
-                        f"{config.TREE_LEAVES}. Lower K, MAX_TURNS or MAX_TOOL_CALLS, or raise TREE_LEAVES")  # fmt: skip
+        problems.append(
+            f"config.ROLLOUT_TREE: {leaves}; it needs 2 turns or more, and leaves up to TREE_LEAVES = "
+            f"{config.TREE_LEAVES}. Lower K, MAX_TURNS or MAX_TOOL_CALLS, or raise TREE_LEAVES"
+        )
     return problems
 
 
