@@ -6,6 +6,7 @@ turn reward, and the final one, which carries the outcome reward. Turn rewards o
 """
 
 import math
+import statistics
 
 import torch
 
@@ -48,7 +49,7 @@ def turn_advantages(turn_rewards, outcome_rewards, paths=None):
     """(K, U) advantages as config.CREDIT says: outcome | merged | mt_grpo. For mt_ppo: `gae`.
 
     The first two give every turn of a trajectory the same number. 0 past a trajectory's last turn, and
-    everywhere for a broken one.
+    everywhere for a broken one. paths: of the leaves, where config.ROLLOUT_TREE made the trajectories.
     """
     if config.ROLLOUT_TREE:
         return tree_advantages(paths, turn_rewards, outcome_rewards, config.TURN_ALPHA)
@@ -76,7 +77,7 @@ def mt_grpo_advantages(turn_rewards, outcome_rewards, alpha, ddof=1, *, baseline
         A_k = sum over l = k..n-1 of alpha^(l-k) A^I_l  +  alpha^(n-k) A^O,
     so its final turn gets A^O. A^O is the outcome and A^I_l turn reward l, standardised over the group; fewer
     than two values, or an exact tie, give 0. The group is K independent chains, so turn l is compared across
-    different histories: a rollout tree (`tree_leaves`) would be needed to compare it within one.
+    different histories: within one history it is compared by `tree_advantages`.
     baseline: "survivors" takes A^I_l's mean and spread over the trajectories that have turn l. Which these are
     is the policy's own doing (it stopped, or went on), so that mean is conditional on a choice it made, and the
     choice itself is never judged (`turn_count_bias`). "corrected" counts a missing turn as the reward 0, which
@@ -130,7 +131,7 @@ def _among_siblings(paths, values, level, ddof):
             below.setdefault(path[:level], {}).setdefault(path[: level + 1], []).append(value)
     found = {}
     for nodes in below.values():
-        means = [sum(leaves) / len(leaves) for leaves in nodes.values()]
+        means = [statistics.mean(leaves) for leaves in nodes.values()]  # exact: equal ones stay a tie
         found |= dict(zip(nodes, group_advantages(means, config.ADVANTAGE_EPS, ddof).tolist(), strict=True))
     return [found.get(path[: level + 1], 0.0) if len(path) > level else 0.0 for path in paths]
 

@@ -80,6 +80,10 @@ def _tree_problems():
     if config.REWARD_SCHEME in schemes.GREEDY_ANCHOR:
         problems.append(f"config.REWARD_SCHEME = {config.REWARD_SCHEME!r} leans on a greedy trajectory; a rollout tree "
                         "has none")  # fmt: skip
+    if config.TURN_COUNT_BASELINE != "survivors":
+        problems.append(
+            "config.ROLLOUT_TREE compares siblings that have the turn: set TURN_COUNT_BASELINE = 'survivors'"
+        )
     turns = tree_turns()
     if turns < 2 or (leaves := tree_leaves(config.K, turns)) > config.TREE_LEAVES:
         leaves = f"{config.K} ** {turns - 1} = {config.K ** max(0, turns - 1):,} leaves a question"

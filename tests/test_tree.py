@@ -3,22 +3,26 @@
 import asyncio
 import dataclasses
 import math
+import statistics
 
 import pytest
 import torch
 from conftest import use_demo
 from fakes import QUESTION, FakeTools, ScriptedJudge
+from hypothesis import given
+from hypothesis import strategies as st
 
 import checkpoint
 import collect as collecting
 import config
 import preflight
+import train
 from collect import collect
-from credit import mt_grpo_advantages, tree_advantages
+from credit import mt_grpo_advantages, pad_turn_rewards, tree_advantages
 from policy import Policy, load_tokenizer
 from records import Question, read_journal, seed_from, trajectory_from_json
 from rollout import Rollout
-from sampler import Completion, InProcessSampler
+from sampler import Completion, InProcessSampler, SamplerError
 from update import build_batch, update
 
 SEARCH = '</think>\n<call_tool name="google_search">capital France</call_tool>'
@@ -87,6 +91,38 @@ def test_a_branch_that_ends_early_is_one_leaf():
     assert [t.path for t in grown] == [(0,), (1,)] and all(t.finish == "no_tool_call" for t in grown)
 
 
+def test_a_branch_over_its_token_budget_is_one_leaf():
+    whole = grow(Babbling())
+    first = max(sum(1 for i in t.turn_index if i == 0) for t in whole)
+    cut = grow(Babbling(), RESPONSE_TOKENS=first - 1)  # no room for the first observation of the longer branch
+    assert any(t.finish == "max_tokens" and len(t.path) == 1 and len(t.turns) == 1 for t in cut)
+    assert all(len(t.token_ids) <= first - 1 for t in cut)
+
+
+class Failing(Babbling):
+    """Breaks, or takes `seconds` longer, on the requests that `fails(slot, history length)` picks."""
+
+    def __init__(self, fails, seconds=None):
+        super().__init__()
+        self.fails, self.seconds = fails, seconds
+
+    async def sample(self, prompt_ids, **request):
+        completion = await super().sample(prompt_ids, **request)
+        if self.fails(request["slot"], len(prompt_ids)):
+            if self.seconds is None:
+                raise SamplerError("server", "scripted")
+            await asyncio.sleep(self.seconds)
+        return completion
+
+
+@pytest.mark.parametrize(("seconds", "deadline", "kind"), [(None, 60, "server"), (30, 2, "deadline")])
+def test_a_broken_branch_is_one_leaf_and_the_others_go_on(seconds, deadline, kind):
+    prompt = len(Rollout(None, None, load_tokenizer()).prompt(QUESTION.query)[0])
+    grown = grow(Failing(lambda slot, length: (slot, length) == (2, prompt), seconds), TRAJECTORY_DEADLINE=deadline)
+    assert [(t.k, t.path, t.finish) for t in grown] == [
+        (0, (0, 0), "max_turns"), (1, (0, 1), "max_turns"), (2, (1,), f"error:{kind}")]  # fmt: skip
+
+
 def test_a_tree_beyond_the_bound_is_refused_before_anything_is_sampled():
     config.SAMPLER = "in_process"
     config.K, config.MAX_TURNS = 8, 6
@@ -94,8 +130,19 @@ def test_a_tree_beyond_the_bound_is_refused_before_anything_is_sampled():
     assert "8 ** 4 = 4,096 leaves" in problem and "TREE_LEAVES = 64" in problem and "raise TREE_LEAVES" in problem
     config.MAX_TURNS = 3
     assert preflight.config_problems() == []
-    config.CREDIT, config.REWARD_SCHEME = "merged", "anchor"
-    assert len(preflight.config_problems()) == 2
+    config.CREDIT, config.REWARD_SCHEME, config.TURN_COUNT_BASELINE = "merged", "anchor", "corrected"
+    for name, problem in zip(("CREDIT", "REWARD_SCHEME", "TURN_COUNT"), preflight.config_problems(), strict=True):
+        assert name in problem
+
+
+def test_training_with_a_tree_beyond_the_bound_ends_before_a_sampler_is_made(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("a sampler was made")
+
+    monkeypatch.setattr(train, "InProcessSampler", fail)
+    config.TREE_LEAVES = 3
+    with pytest.raises(SystemExit, match=r"2 \*\* 2 = 4 leaves a question.*TREE_LEAVES = 3"):
+        train.main([])
 
 
 def test_two_turns_are_the_chains_form():
@@ -130,6 +177,62 @@ def test_a_sibling_that_went_on_counts_with_the_mean_of_its_leaves_and_a_broken_
     assert ours[0].tolist() == pytest.approx([2 * h, 2 * h, h], abs=1e-4)  # its first turn has no sibling with a reward
     broken = tree_advantages(paths, turns, torch.tensor([1.0, math.nan, 0.2]), 1.0)
     assert broken[1].tolist() == [0, 0, 0] and broken[0, 2] == 0
+
+
+def test_equal_rewards_tie_exactly_however_many_leaves_stand_below():
+    paths = [(0, 0), (0, 1), (0, 2), (1, 0, 0), (1, 0, 1), (1, 0, 2), (1, 1), (1, 2), (2,)]
+    turns = pad_turn_rewards([[0.1]] * 3 + [[0.1, 0.2]] * 3 + [[0.1]] * 2 + [[]])
+    assert not tree_advantages(paths, turns, [0.1] * 9, 1.0).any()
+
+
+REWARDS = st.sampled_from([-0.3, 0.0, 0.1, 0.4, 1.0])
+END = st.one_of(REWARDS, st.just(math.nan))
+LAST = st.tuples(REWARDS, st.tuples(END))
+INNER = st.one_of(END, st.tuples(REWARDS, st.tuples(*[st.one_of(END, LAST)] * 3)))
+
+
+@given(st.tuples(INNER, INNER, INNER), st.sampled_from([0.0, 0.5, 1.0]))
+def test_tree_advantages_equal_a_walk_down_the_tree(roots, alpha):
+    """On nested tuples, node = outcome | (turn reward, children), three children or, below the last branching, one."""
+    paths, rewards, outcomes, expected = [], [], [], []
+
+    def ends(node):
+        found = [node] if isinstance(node, float) else [end for child in node[1] for end in ends(child)]
+        return [end for end in found if not math.isnan(end)]
+
+    def among(values, mine):
+        if len(values) < 2 or len(set(values)) == 1:
+            return 0.0
+        return (mine - statistics.mean(values)) / (statistics.stdev(values) + config.ADVANTAGE_EPS)
+
+    def walk(siblings, path, earned, own, branches):
+        means = [statistics.mean(ends(sibling)) for sibling in siblings if ends(sibling)]
+        going = [sibling[0] for sibling in siblings if not isinstance(sibling, float) and ends(sibling)]
+        for number, node in enumerate(siblings):
+            place = (*path, number) if branches else path
+            outcome = among(means, statistics.mean(ends(node))) if ends(node) else 0.0
+            if isinstance(node, tuple):
+                step = (among(going, node[0]) if ends(node) else 0.0, outcome)
+                walk(node[1], place, [*earned, node[0]], [*own, step], len(node[1]) > 1)
+                continue
+            levels = [a for a, _ in own] + [outcome if branches else own[-1][1]]  # unbranched: of the turn before
+            sums = [sum(alpha ** (j - i) * levels[j] for j in range(i, len(levels))) for i in range(len(levels))]
+            paths.append(place), rewards.append(earned), outcomes.append(node)
+            expected.append([0.0] * len(levels) if math.isnan(node) else sums)
+
+    walk(roots, (), [], [], True)
+    turns = pad_turn_rewards(rewards)
+    ours = tree_advantages(paths, turns, outcomes, alpha).tolist()
+    for row, wanted in zip(ours, expected, strict=True):
+        assert row == pytest.approx([*wanted, *[0.0] * (len(row) - len(wanted))], rel=1e-9, abs=1e-9)
+
+
+def test_a_journal_line_from_before_there_were_trees_is_a_chain():
+    leaf = grow(Babbling())[1]
+    line = dataclasses.asdict(leaf)
+    assert leaf.path == (0, 1) and trajectory_from_json({**line, "path": [0, 1]}) == leaf
+    del line["path"]
+    assert trajectory_from_json(line).path == ()
 
 
 @pytest.fixture
@@ -170,20 +273,27 @@ def test_which_leaves_make_a_whole_tree(paths, whole):
     assert collecting._is_whole(paths) == whole
 
 
-def test_the_demo_policy_learns_from_a_tree(world):
+def test_the_demo_policy_learns_from_trees_for_two_steps(world):
     question, judge, folder = world
     policy = Policy()
-    sampler = InProcessSampler(policy)
+    optimizer, sampler = checkpoint.make_optimizer(policy), InProcessSampler(policy)
     rollout = Rollout(sampler, FakeTools("The capital is Paris."), policy.tokenizer)
+    questions = [dataclasses.replace(question, id=f"q{n}") for n in range(6)]
 
-    async def collected():
+    async def steps():
         await sampler.publish(0)
-        questions = [dataclasses.replace(question, id=f"q{n}") for n in range(6)]
-        return await collect(questions, rollout, judge, folder, 1, 0)
+        for step in (1, 2):
+            groups, _ = await collect(questions, rollout, judge, folder, step, step - 1)
+            batch = build_batch(groups, step)
+            yield step, groups, batch, update(policy, optimizer, batch)
+            await sampler.publish(step)
 
-    groups, _ = asyncio.run(collected())
-    assert all(2 <= len(group.trajectories) <= 4 and all(t.path for t in group.trajectories) for group in groups)
-    batch = build_batch(groups, 1)
-    assert batch.tokens == sum(sum(t.loss_mask) for group in groups for t in group.trajectories)
-    assert batch.rows and update(policy, checkpoint.make_optimizer(policy), batch)["train/gradient_norm"] > 0
-    assert groups[0].trajectories[0].seed == seed_from(config.SEED, 1, "q0", "tree")
+    async def run():
+        return [item async for item in steps()]
+
+    for step, groups, batch, metrics in asyncio.run(run()):
+        assert all(2 <= len(group.trajectories) <= 4 and all(t.path for t in group.trajectories) for group in groups)
+        assert {(t.seed, t.policy_version) for t in groups[0].trajectories} == {
+            (seed_from(config.SEED, step, "q0", "tree"), step - 1)}  # fmt: skip
+        assert batch.tokens == sum(sum(t.loss_mask) for group in groups for t in group.trajectories)
+        assert batch.rows and metrics["train/gradient_norm"] > 0 and metrics["train/sampler_difference_max"] < 0.01
