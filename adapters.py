@@ -169,7 +169,7 @@ async def _sampled(sampler, model):
         )
         check_completion(completion)
         ids = [*prompt, *completion.token_ids]
-        rows.append(Row(ids, list(range(len(prompt), len(ids))), config.TEMPERATURE))
+        rows.append(Row(ids, list(range(len(prompt), len(ids))), config.TEMPERATURE or 1.0))  # greedy: as at 1
         logprobs += completion.logprobs
     return rows, torch.tensor(logprobs)
 

@@ -11,6 +11,7 @@ from conftest import use_demo
 from fakes import QUESTION, FakeTools, ScriptedJudge
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import checkpoint
 import collect as collecting
@@ -20,7 +21,7 @@ import train
 from collect import collect
 from credit import mt_grpo_advantages, pad_turn_rewards, tree_advantages
 from policy import Policy, load_tokenizer
-from records import Question, read_journal, seed_from, trajectory_from_json
+from records import Question, ScoredGroup, read_journal, seed_from, trajectory_from_json
 from rollout import Rollout
 from sampler import Completion, InProcessSampler, SamplerError
 from update import build_batch, update
@@ -128,6 +129,8 @@ def test_a_tree_beyond_the_bound_is_refused_before_anything_is_sampled():
     config.K, config.MAX_TURNS = 8, 6
     (problem,) = preflight.config_problems()
     assert "8 ** 4 = 4,096 leaves" in problem and "TREE_LEAVES = 64" in problem and "raise TREE_LEAVES" in problem
+    config.MAX_TURNS = 1
+    assert "2 turns or more" in preflight.config_problems()[0]
     config.MAX_TURNS = 3
     assert preflight.config_problems() == []
     config.CREDIT, config.REWARD_SCHEME, config.TURN_COUNT_BASELINE = "merged", "anchor", "corrected"
@@ -243,23 +246,53 @@ def world(tmp_path):
     return question, judge, tmp_path
 
 
-def test_a_whole_tree_is_kept_and_a_cut_one_grown_again(world):
+def test_a_whole_tree_is_kept_and_a_cut_a_broken_and_an_older_one_grown_again(world):
     question, judge, folder = world
     sampler = Babbling()
     rollout = Rollout(sampler, FakeTools(), sampler.tokenizer)
 
-    def once():
-        return asyncio.run(collect([question], rollout, judge, folder, 1, 0))[0][0]
+    def once(version=0):
+        before = len(sampler.asked)
+        (group,), _ = asyncio.run(collect([question], rollout, judge, folder, 1, version))
+        return group.trajectories, len(sampler.asked) - before
 
-    first, asked = once(), len(sampler.asked)
-    assert len(first.trajectories) == 4 and len(first.turn_rewards) == 4
-    assert once().trajectories == first.trajectories and len(sampler.asked) == asked
+    first, asked = once()
+    assert len(first) == 4 and asked == 10
+    assert once() == (first, 0)
     path = folder / "rollouts" / "step-000001.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
-    assert once().trajectories == first.trajectories and len(sampler.asked) == 2 * asked
+    assert once() == (first, asked)
     kept = [trajectory_from_json(line) for _, line in read_journal(path)]
     assert [t.k for t in kept] == [0, 1, 2, 0, 1, 2, 3]
-    assert once().trajectories == first.trajectories and len(sampler.asked) == 2 * asked
+    assert once() == (first, 0)
+    path.write_text(path.read_text().replace("max_turns", "error:server", 4))  # of the last tree, its first leaf
+    assert once() == (first, asked) and once() == (first, 0)
+    assert once(version=1)[1] == asked
+
+
+def test_the_bar_counts_the_leaves_that_a_full_tree_has(world, monkeypatch):
+    question, judge, folder = world
+    bars = []
+    monkeypatch.setattr(
+        collecting, "tqdm", lambda **settings: bars.append(tqdm(**settings | {"disable": False})) or bars[-1]
+    )
+    prompt = len(Rollout(None, None, load_tokenizer()).prompt(QUESTION.query)[0])
+    sampler = Babbling(stops=lambda length: length == prompt)
+    asyncio.run(collect([question], Rollout(sampler, FakeTools(), sampler.tokenizer), judge, folder, 1, 0))
+    assert (bars[0].n, bars[0].total) == (4, 4)
+
+
+def test_the_batch_trains_on_the_advantages_of_the_tree(world):
+    question, judge, folder = world
+    leaves = grow(Babbling())
+    turns, outcomes = ((0.3, 0.1), (0.3, 0.2), (0.0, 0.4), (0.0, -0.1)), (1.0, 0.2, 0.2, -1.0)
+    group = ScoredGroup(question, tuple(leaves), ("",) * 4, outcomes, outcomes, outcomes, outcomes, turns)
+    expected = tree_advantages([t.path for t in leaves], turns, outcomes, config.TURN_ALPHA)
+    assert not torch.equal(expected, mt_grpo_advantages(turns, outcomes, config.TURN_ALPHA))
+    for row, leaf, wanted in zip(build_batch([group], 1).rows, leaves, expected.float(), strict=True):
+        assert torch.equal(
+            row.advantages, wanted[[t for t, m in zip(leaf.turn_index, leaf.loss_mask, strict=True) if m]]
+        )
 
 
 @pytest.mark.parametrize(
