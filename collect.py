@@ -5,11 +5,10 @@ import asyncio
 from tqdm import tqdm
 
 import config
-from credit import tree_leaves
 from judge import JudgeRefusal
 from records import Journal, read_journal, trajectory_from_json
 from reward import score_group
-from rollout import tree_turns
+from rollout import most_trajectories
 from schemes import GREEDY_ANCHOR
 
 
@@ -30,7 +29,7 @@ async def collect(questions, rollout, judge, folder, step, version):
         leaves[:] = [trajectory] if trajectory.k == 0 else [*leaves, trajectory]
     finished = {(t.question_id, t.k): t for t in kept if not t.broken and t.policy_version == version}
     journal = Journal(path)
-    each = tree_leaves(config.K, tree_turns()) if config.ROLLOUT_TREE else config.K
+    each = most_trajectories()
     bars = [tqdm(total=len(questions) * each, desc=f"step {step} trajectories", leave=False, disable=None),
             tqdm(total=len(questions), desc=f"step {step} tournaments", leave=False, disable=None)]  # fmt: skip
 

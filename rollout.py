@@ -98,7 +98,7 @@ class Rollout:
 
             return [leaf for branches in await asyncio.gather(*map(branch, range(width))) for leaf in branches]
 
-        leaves = await grow(_Response(opening=opening), (), slot, tree_leaves(config.K, tree_turns()))
+        leaves = await grow(_Response(opening=opening), (), slot, most_trajectories())
         return [_trajectory(question, k, prompt_ids, response, finish, config.TEMPERATURE, version, seed, path)
                 for k, (path, response, finish) in enumerate(leaves)]  # fmt: skip
 
@@ -174,6 +174,11 @@ class Rollout:
 def tree_turns():
     """Turns of the longest trajectory that config allows: the last one may not call a tool."""
     return min(config.MAX_TURNS, config.MAX_TOOL_CALLS + 1)
+
+
+def most_trajectories():
+    """Trajectories of one question, at most: a group's K chains, or the leaves of a full tree."""
+    return tree_leaves(config.K, tree_turns()) if config.ROLLOUT_TREE else config.K
 
 
 def _is_final(response):

@@ -82,9 +82,13 @@ def check_questions(questions):
     """SystemExit when a question lacks what the scheme, or the turn rewards, lean on; it names question and remedy."""
     verifiable = config.CREDIT != "outcome" and config.TURN_REWARD == "verifiable"
     for question in questions:
-        if not question.answers and (config.REWARD_SCHEME == "exact_match" or verifiable):
-            raise SystemExit(f"question {question.id} has no reference answer, and REWARD_SCHEME or TURN_REWARD needs "
-                             "one: prepare the data with --qa, or set TURN_REWARD = 'judge'")  # fmt: skip
+        if not question.answers and config.REWARD_SCHEME == "exact_match":
+            raise SystemExit(f"question {question.id} has no reference answer, which REWARD_SCHEME = 'exact_match' "
+                             "needs: prepare the data with --qa, or choose another scheme")  # fmt: skip
+        if not question.answers and verifiable:
+            raise SystemExit(f"question {question.id} has no reference answer, which CREDIT = {config.CREDIT!r} with "
+                             "TURN_REWARD = 'verifiable' needs: prepare the data with --qa, or set TURN_REWARD = "
+                             "'judge'")  # fmt: skip
         if not question.rubrics and config.REWARD_SCHEME not in ("exact_match", "format_only"):
             raise SystemExit(f"question {question.id} has no rubric for the judge; set REWARD_SCHEME = 'exact_match'")
         if config.REWARD_SCHEME not in ("explicit", "gdpo"):

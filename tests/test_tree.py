@@ -22,7 +22,7 @@ from collect import collect
 from credit import mt_grpo_advantages, pad_turn_rewards, tree_advantages
 from policy import Policy, load_tokenizer
 from records import Question, ScoredGroup, read_journal, seed_from, trajectory_from_json
-from rollout import Rollout
+from rollout import Rollout, most_trajectories
 from sampler import Completion, InProcessSampler, SamplerError
 from update import build_batch, update
 
@@ -64,7 +64,7 @@ def grow(sampler, **changed):
 def test_a_tree_has_as_many_leaves_as_announced_and_shares_histories(k, turns, leaves):
     sampler = Babbling()
     grown = grow(sampler, K=k, MAX_TURNS=turns, TREE_LEAVES=64)
-    assert len(grown) == leaves and [t.k for t in grown] == list(range(leaves))
+    assert len(grown) == leaves == most_trajectories() and [t.k for t in grown] == list(range(leaves))
     assert [t.path for t in grown] == sorted(t.path for t in grown) and {len(t.path) for t in grown} == {turns - 1}
     assert all(t.finish == "max_turns" and len(t.turns) == turns for t in grown)
     for a in grown:
@@ -277,7 +277,7 @@ def test_the_bar_counts_the_leaves_that_a_full_tree_has(world, monkeypatch):
         collecting, "tqdm", lambda **settings: bars.append(tqdm(**settings | {"disable": False})) or bars[-1]
     )
     prompt = len(Rollout(None, None, load_tokenizer()).prompt(QUESTION.query)[0])
-    sampler = Babbling(stops=lambda length: length == prompt)
+    sampler = Babbling(stops=lambda length: length == prompt)  # so this tree has two leaves
     asyncio.run(collect([question], Rollout(sampler, FakeTools(), sampler.tokenizer), judge, folder, 1, 0))
     assert (bars[0].n, bars[0].total) == (4, 4)
 
