@@ -22,6 +22,7 @@ from judge import BACKENDS
 from judges import REFUSALS
 from policy import linear_names
 from records import Rubric
+from rollout import most_trajectories
 from tools import Tools
 from wire import AccountError, CallFailure
 
@@ -58,7 +59,8 @@ def constants():
     """Every constant makes sense."""
     if problems := preflight.config_problems():
         raise Problem("; ".join(problems))
-    return f"config.py makes sense; {config.QUESTIONS_PER_STEP} x {config.K} trajectories, {config.STEPS} steps"
+    each = most_trajectories()
+    return f"config.py makes sense; {config.QUESTIONS_PER_STEP} x {each} trajectories, {config.STEPS} steps"
 
 
 def versions():

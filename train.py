@@ -30,7 +30,7 @@ from loss import kl_penalty, ppo_objective
 from metrics import Clock, Tracker, drop_uncommitted, group_metrics, step_line
 from policy import Policy, coverage
 from records import JournalError, seed_from
-from rollout import Rollout
+from rollout import Rollout, most_trajectories
 from sampler import InProcessSampler
 from schemes import check_questions, count_calls
 from server import ServerError
@@ -79,8 +79,9 @@ class Run:
               f"{sum(covered.values())} linears ({', '.join(f'{k} x{v}' for k, v in covered.items())})")  # fmt: skip
         print(f"judge: {self.judge.name}   search: {config.SEARCH_BACKEND}   reader: {config.BROWSE_BACKEND}   "
               f"reward: {config.REWARD_SCHEME}   credit: {config.CREDIT}")  # fmt: skip
-        print(f"budget: steps {self.step + 1}..{config.STEPS}, each {config.QUESTIONS_PER_STEP} questions x {config.K} "
-              f"trajectories and {config.QUESTIONS_PER_STEP * count_calls(config.K)} judge calls; "
+        each = most_trajectories()
+        print(f"budget: steps {self.step + 1}..{config.STEPS}, each {config.QUESTIONS_PER_STEP} questions x {each} "
+              f"trajectories and {config.QUESTIONS_PER_STEP * count_calls(each)} judge calls; "
               f"{len(self.questions)} questions")  # fmt: skip
 
     async def train(self):
