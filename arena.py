@@ -5,7 +5,7 @@ finite numbers, more is better. Every function returns Standings: raw_scores (n,
 best; matches with outcome = the two scores, ordered by round and index, which together name a match's place. The
 matches of a round run at once. Players are 0..n-1; a lone player gets score 0 and rank 0 without a match, and n = 0
 gives empty standings. Only `round_robin` knows the order of presentation; elsewhere `compare` asks both orders itself.
-reward.rank_to_quantile turns ranks into rewards.
+schemes.rank_to_quantile turns ranks into rewards.
 Source: ArenaRL; its code at commit 8653a9a, row by row in tests/golden/arena_topologies.jsonl.gz.
 """
 

@@ -65,6 +65,9 @@ def parse(argv):
 def setting(text):
     """NAME=VALUE as (name, value); the value is a Python literal, or else a text."""
     name, _, value = text.partition("=")
+    flags = {"SEED": "--seed", "STEPS": "--steps", "PERMUTE_ADVANTAGES": "--permute", "TRAIN_FILE": "--data"}
+    if name in flags:
+        raise argparse.ArgumentTypeError(f"{name} has a flag of its own: {flags[name]}")
     if not name.isupper() or not hasattr(config, name):
         raise argparse.ArgumentTypeError(f"{name!r} is no constant of config.py")
     try:

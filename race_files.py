@@ -24,12 +24,14 @@ def benchmark_path(name):
     return Path(config.DATA_DIR, "benchmark", name)
 
 
-def read_lines(path):
+def read_lines(path, remedy=None):
     """[(line number, object)] of a JSONL file in UTF-8, blank lines skipped. SystemExit names a bad line."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        remedy = "fetch it with `python prepare_data.py`, or name another with --queries, --criteria, --reference"
+        remedy = (
+            remedy or "fetch it with `python prepare_data.py`, or name another with --queries, --criteria, --reference"
+        )
         raise SystemExit(f"{path} cannot be read ({error.strerror}); {remedy}") from None
     except UnicodeDecodeError as error:
         raise SystemExit(f"{path} is not UTF-8 (byte {error.start}); convert it") from None
@@ -117,7 +119,7 @@ def load_articles(path, tasks):
     by_id = {task.id: task for task in tasks}
     by_prompt = {" ".join(task.prompt.split()): task for task in tasks}
     articles = {}
-    for number, row in read_lines(path):
+    for number, row in read_lines(path, "check --articles"):
         article = _text(row, "article", path, number, blank=True)
         if "id" in row:
             task = by_id.get(_key(row, path, number))

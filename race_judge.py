@@ -59,7 +59,8 @@ def make_judge(server):
     elif config.EVAL_JUDGE_MODEL:
         config.JUDGE_MODEL = config.EVAL_JUDGE_MODEL
     if not config.JUDGE_URL and server is None:
-        raise SystemExit("no judge: set EVAL_JUDGE_URL and EVAL_JUDGE_MODEL in config.py to an OpenAI-compatible one")
+        raise SystemExit("no judge: set EVAL_JUDGE_URL and EVAL_JUDGE_MODEL in config.py to an OpenAI-compatible one, "
+                         "or add --run NAME of a run whose judge has an address of its own")  # fmt: skip
     try:
         return ChatBackend(server)
     except ValueError as error:

@@ -3,7 +3,8 @@
 import asyncio
 
 from records import Rubric
-from reward import combine, play
+from reward import combine
+from schemes import play
 
 
 def rebuild_rewards(lines):
@@ -23,7 +24,7 @@ def rebuild_rewards(lines):
 
 
 class LoggedJudge:
-    """One group's judge as its log remembers it; has what reward.play asks for."""
+    """One group's judge as its log remembers it; has what schemes.play asks for."""
 
     def __init__(self, group):
         self.group, self.verdicts = group, {}
@@ -33,7 +34,7 @@ class LoggedJudge:
 
     def add(self, line):
         """Take one `match` or `grade` line; attempts that failed decide nothing."""
-        if line["error"] is None:
+        if line["error"] is None and line["ask"] != "turns":  # marks of turns are credit's, not the scheme's
             key = line["k"] if line["kind"] == "grade" else _place(line["repeat"], line["round"], line["index"],
                                                                    line["players"])  # fmt: skip
             self.verdicts[key] = line

@@ -103,7 +103,7 @@ async def score_group(question, trajectories, judge, *, step=0, seed=None):
         raw_scores=_spread(raw_scores, playing, size),
         tournament_rewards=_spread(relative, playing, size),
         rewards=_spread(rewards, playing, size),
-        turn_rewards=_spread(map(tuple, turns), playing, size, ()) if turns else (),
+        turn_rewards=_spread(map(tuple, turns), playing, size, ()) if config.CREDIT != "outcome" else (),
     )
 
 

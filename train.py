@@ -2,7 +2,7 @@
 
     python train.py [--run NAME] [--steps N] [--check]
 
-Article section -> function: 3 (tournament reward) reward.run_tournament, reward.normalize_wins;
+Article section -> function: 3 (tournament reward) tournament.run_tournament, normalize_wins;
 4 (advantage) credit.group_advantages, (loss) loss.ppo_objective, update.update; 5 (rollout) rollout.Rollout.
 Departures from the article and from the authors' code are tabled in the README.
 """
@@ -80,8 +80,10 @@ class Run:
         print(f"judge: {self.judge.name}   search: {config.SEARCH_BACKEND}   reader: {config.BROWSE_BACKEND}   "
               f"reward: {config.REWARD_SCHEME}   credit: {config.CREDIT}")  # fmt: skip
         each = most_trajectories()
+        marks = config.CREDIT != "outcome" and config.TURN_REWARD == "judge"
         print(f"budget: steps {self.step + 1}..{config.STEPS}, each {config.QUESTIONS_PER_STEP} questions x {each} "
-              f"trajectories and {config.QUESTIONS_PER_STEP * count_calls(each)} judge calls; "
+              f"trajectories and {config.QUESTIONS_PER_STEP * count_calls(each)} judge calls"
+              f"{', and one more for each trajectory with turns to mark' if marks else ''}; "
               f"{len(self.questions)} questions")  # fmt: skip
 
     async def train(self):

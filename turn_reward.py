@@ -1,7 +1,7 @@
-"""Verifiable rewards of a trajectory, turn by turn, for questions with reference answers.
+"""Rewards of a trajectory, turn by turn: verifiable ones, for questions with reference answers, and a judge's.
 
 The outcome goes to the final turn (`outcome_reward`), every other turn has its own (`turn_rewards`); what each
-is worth stands in config.py. No judge is asked.
+is worth stands in config.py. `judged_turn_rewards` needs a judge's marks instead of answers.
 """
 
 import re

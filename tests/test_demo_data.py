@@ -19,6 +19,7 @@ import lesson  # noqa: E402
 import make_policy  # noqa: E402
 import settings  # noqa: E402
 
+import demo
 import protocol  # noqa: E402
 from format_reward import check_format  # noqa: E402
 from prepare_data import load_questions  # noqa: E402
@@ -244,3 +245,12 @@ def test_the_manifest_states_a_start_like_the_articles():
     assert sampled["train"]["facts an answer covers"] >= 0.4
     assert 0.1 <= sampled["qa"]["and valid format"] <= 0.35
     assert 0.5 <= sampled["qa"]["with a search"] < 1
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"), [("SEED=5", "--seed"), ("PERMUTE_ADVANTAGES=True", "--permute"), ("NO=1", "NO")]
+)
+def test_a_constant_with_a_flag_of_its_own_is_refused_not_ignored(given, flag, capsys):
+    with pytest.raises(SystemExit):
+        demo.parse(["--set", given])
+    assert flag in capsys.readouterr().err

@@ -363,3 +363,8 @@ def test_the_demos_benchmark_gives_its_own_reference_full_marks(tmp_path):
     marks = [entry for entries in race.rule_sheet(task, "The capital is Porto-Novo.").values() for entry in entries]
     assert {entry["article_2_score"] for entry in marks} == {10.0}
     assert [entry["article_1_score"] for entry in marks] == [10, 0, 10, 0, 10, 0, 10]
+
+
+def test_a_missing_articles_file_is_named_with_its_flag(bench):
+    with pytest.raises(SystemExit, match="none.jsonl cannot be read.*check --articles"):
+        eval_race.main(["--articles", "none.jsonl", *bench])

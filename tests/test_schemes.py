@@ -18,6 +18,7 @@ import verdicts
 from asks import Ask, render, render_path, schema
 from judge import Judge
 from judges import Reply
+from metrics import group_metrics
 from records import Match, Question, Rubric, ScoredGroup, ToolCall, Turn, read_journal
 from replay import rebuild_rewards
 from reward import combine, score_group
@@ -348,3 +349,21 @@ def test_a_judge_marks_turns_where_there_is_no_reference_answer(tmp_path):
     assert rebuild_rewards(lines) == {(3, "q1"): dict(enumerate(group.rewards))}
     again, _, judge = scored(tmp_path, "format_only", [searching(0), searching(1), *short])
     assert judge.calls == 0 and again.turn_rewards == group.turn_rewards
+
+
+@pytest.mark.parametrize("scheme", ["implicit", "explicit", "tournament"])
+def test_marks_of_turns_and_grades_of_reports_are_told_apart(tmp_path, scheme):
+    config.CREDIT, config.TURN_REWARD = "merged", "judge"
+    group, lines, judge = scored(tmp_path, scheme, [searching(0), searching(1)])
+    assert judge.calls == count_calls(2) + 2
+    assert rebuild_rewards(lines) == {(3, "q1"): dict(enumerate(group.rewards))}
+
+
+@pytest.mark.parametrize("credit", ["merged", "mt_grpo", "mt_ppo"])
+def test_a_group_that_is_broken_as_a_whole_is_only_left_out(tmp_path, credit):
+    config.CREDIT = credit
+    group, _, _ = scored(tmp_path, "tournament", [trajectory("", k, finish="error:engine") for k in range(3)])
+    assert group.turn_rewards == ((), (), ())
+    batch = build_batch([group], 1)
+    assert not batch.rows and batch.tokens == 0
+    assert group_metrics([group])["credit/turn_count_bias"] == 0
