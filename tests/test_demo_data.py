@@ -19,7 +19,7 @@ import lesson  # noqa: E402
 import make_policy  # noqa: E402
 import settings  # noqa: E402
 
-import demo
+import demo  # noqa: E402
 import protocol  # noqa: E402
 from format_reward import check_format  # noqa: E402
 from prepare_data import load_questions  # noqa: E402
