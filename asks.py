@@ -51,7 +51,6 @@ is it accurate, complete, well supported and direct? Length is not a merit.
 {DATA.format("The report is")}
 Reply with one JSON object and nothing else: {{"score": NUMBER}}.
 """
-
 MARKS = ("format", "reasoning", "search")
 TURNS = f"""\
 You mark every numbered turn of a research agent at work on a question. First write, in "reasons", what each turn \
@@ -115,18 +114,18 @@ def _instructions(ask):
 
 def _candidates(ask):
     if ask.kind == "turns":
-        return "\n\n".join(f"<turn_{n}>\n{_fenced(turn)}\n</turn_{n}>" for n, turn in enumerate(ask.turns, 1))
-    answers = [_fenced(answer[: config.JUDGE_ANSWER_CHARACTERS]) for answer in ask.answers]
+        return "\n\n".join(f"<turn_{n}>\n{fenced(turn)}\n</turn_{n}>" for n, turn in enumerate(ask.turns, 1))
+    answers = [fenced(answer[: config.JUDGE_ANSWER_CHARACTERS]) for answer in ask.answers]
     if ask.kind == "compare":
-        paths = [f"<path>\n{_fenced(path)}\n</path>\n" for path in ask.paths] or ["", ""]
+        paths = [f"<path>\n{fenced(path)}\n</path>\n" for path in ask.paths] or ["", ""]
         return "\n\n".join(f"<agent_{letter}>\n{path}<final>\n{answer}\n</final>\n</agent_{letter}>"
                            for letter, path, answer in zip("ab", paths, answers, strict=True))  # fmt: skip
     return "\n\n".join(f"<report_{n}>\n{answer}\n</report_{n}>" for n, answer in enumerate(answers, 1))
 
 
-def _fenced(text):
-    """The text with anything that looks like our fences made inert, in any case and spacing."""
-    return re.sub(r"<(?=\s*/?\s*(report_|agent_|turn_|path|final))", "&lt;", text, flags=re.IGNORECASE)
+def fenced(text, tags="report_|agent_|turn_|path|final"):
+    """The text with anything that looks like one of our fences made inert, in any case and spacing."""
+    return re.sub(rf"<(?=\s*/?\s*({tags}))", "&lt;", text, flags=re.IGNORECASE)
 
 
 def render_path(trajectory):
@@ -162,16 +161,17 @@ def schema(ask):
     number = {"type": "number", "minimum": 0, "maximum": 10}
     fields = {
         "pick": {"winners": {"type": "array", "items": one, "minItems": ask.num_winners, "maxItems": ask.num_winners}},
-        "compare": {"combined_scores": _object({"Agent_A": number, "Agent_B": number})},
+        "compare": {"combined_scores": json_object({"Agent_A": number, "Agent_B": number})},
         "items": {"items": {"type": "array", "items": {"type": "integer", "enum": [0, 1]},
                             "minItems": len(ask.rubrics), "maxItems": len(ask.rubrics)}},
         "overall": {"score": {"type": "number", "minimum": 1, "maximum": 10}},
         "turns": {"reasons": {"type": "string"},
-                  "turns": {"type": "array", "items": _object(dict.fromkeys(MARKS, number)),
+                  "turns": {"type": "array", "items": json_object(dict.fromkeys(MARKS, number)),
                             "minItems": len(ask.turns), "maxItems": len(ask.turns)}},
     }  # fmt: skip
-    return _object(fields[ask.kind])
+    return json_object(fields[ask.kind])
 
 
-def _object(properties):
+def json_object(properties):
+    """The schema of an object with exactly these properties."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

@@ -16,6 +16,7 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 import config
+from records import write_whole
 
 MANIFEST = "manifest.json"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of one parameter
@@ -100,9 +101,7 @@ def _new_run(folder):
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
         "git_commit": _git_commit(),
     }
-    temporary = folder / ".config.json"
-    temporary.write_text(json.dumps(described, indent=1))
-    temporary.replace(folder / "config.json")
+    write_whole(folder / "config.json", json.dumps(described, indent=1))
     return folder
 
 
@@ -165,9 +164,7 @@ def load(folder, policy, optimizer, critic=None):
         if what := damage(path):
             skipped.append(f"{path.name}: {what}")
             continue
-        result = set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
-        if result.unexpected_keys:
-            raise SystemExit(f"{path}: adapter keys that the model lacks, the first is {result.unexpected_keys[0]}")
+        load_adapter(path, policy)
         _restore_optimizer(policy, optimizer, load_file(path / "optimizer.safetensors"))
         if critic:
             saved = load_file(path / "critic.safetensors")
@@ -177,6 +174,13 @@ def load(folder, policy, optimizer, critic=None):
             _restore_optimizer(critic, critic.optimizer, load_file(path / "critic_optimizer.safetensors"))
         return step, json.loads((path / MANIFEST).read_text())["progress"], skipped
     return 0, {}, skipped
+
+
+def load_adapter(path, policy):
+    """Give the policy the adapter of a checkpoint folder; SystemExit when it is not of this model."""
+    result = set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
+    if result.unexpected_keys:
+        raise SystemExit(f"{path}: adapter keys that the model lacks, the first is {result.unexpected_keys[0]}")
 
 
 def _optimizer_tensors(policy, optimizer):
@@ -230,8 +234,8 @@ def _remove_old(folder):
             shutil.rmtree(path)
 
 
-def make_optimizer(policy):
-    """AdamW over the adapter's parameters, in their fixed order."""
+def make_optimizer(owner, rate=None):
+    """AdamW over the parameters of a Policy or a Critic, in their fixed order; rate None: config.LEARNING_RATE."""
     return torch.optim.AdamW(
-        policy.parameters.values(), lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, foreach=False
+        owner.parameters.values(), lr=rate or config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY, foreach=False
     )

@@ -23,10 +23,6 @@ async def collect(questions, rollout, judge, folder, step, version):
     """
     path = folder / "rollouts" / f"step-{step:06d}.jsonl"
     kept = [trajectory_from_json(line) for _, line in read_journal(path)]
-    trees = {} if config.ROLLOUT_TREE else None
-    for trajectory in kept if config.ROLLOUT_TREE else ():  # a tree is journaled at once, from its first leaf on
-        leaves = trees.setdefault(trajectory.question_id, [])
-        leaves[:] = [trajectory] if trajectory.k == 0 else [*leaves, trajectory]
     finished = {(t.question_id, t.k): t for t in kept if not t.broken and t.policy_version == version}
     journal = Journal(path)
     each = most_trajectories()
@@ -42,9 +38,7 @@ async def collect(questions, rollout, judge, folder, step, version):
         return trajectory
 
     async def grown(question, slot):
-        leaves = trees.get(question.id, [])
-        if not (_is_whole([leaf.path for leaf in leaves]) and
-                all(not leaf.broken and leaf.policy_version == version for leaf in leaves)):  # fmt: skip
+        if (leaves := _whole_tree(kept, question.id, version)) is None:
             leaves = await rollout.run_tree(question, step=step, version=version, slot=slot)
             for leaf in leaves:
                 journal.append(leaf)
@@ -78,6 +72,16 @@ async def collect(questions, rollout, judge, folder, step, version):
     groups = [group for group in results if group is not None]
     _check_losses(groups, len(results), path)
     return groups, len(results) - len(groups)
+
+
+def _whole_tree(kept, question_id, version):
+    """The question's last journaled tree, a list of leaves; None unless all of it is there and none is broken."""
+    leaves = []
+    for trajectory in kept:
+        if trajectory.question_id == question_id:  # a tree is journaled at once, from its first leaf on
+            leaves = [trajectory] if trajectory.k == 0 else [*leaves, trajectory]
+    usable = all(not leaf.broken and leaf.policy_version == version for leaf in leaves)
+    return leaves if usable and _is_whole([leaf.path for leaf in leaves]) else None
 
 
 def _is_whole(paths):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import config
+from checkpoint import make_optimizer
 from credit import gae
 from policy import CRITIC
 from records import seed_from
@@ -28,10 +29,8 @@ class Critic:
         self.head = nn.Linear(base.config.get_text_config().hidden_size, 1).to(policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        with self._active():
-            pass
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=config.CRITIC_LEARNING_RATE,
-                                           weight_decay=config.WEIGHT_DECAY, foreach=False)  # fmt: skip
+        self._train_all()
+        self.optimizer = make_optimizer(self, config.CRITIC_LEARNING_RATE)
 
     @property
     def parameters(self):

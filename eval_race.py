@@ -12,15 +12,12 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import set_peft_model_state_dict
-from safetensors.torch import load_file
 from tqdm import tqdm
 
 import checkpoint
@@ -31,7 +28,7 @@ from ledger import LEDGER, cost_rows
 from policy import Policy
 from race import OURS
 from race_judge import Scorer, is_rule, make_judge, needs_server
-from records import Journal, JournalError, Question, read_journal
+from records import Journal, JournalError, Question, read_journal, write_whole
 from rollout import Rollout
 from sampler import InProcessSampler
 from server import ServerError
@@ -75,13 +72,6 @@ def parse(argv):
     add("--lang", choices=race_files.LANGUAGES, help="questions of one language only")
     add("--ids", type=lambda text: text.split(","), metavar="1,2", help="these questions only")
     add("--limit", type=int, metavar="N", help="the first N questions only")
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="of generation; default: 0, greedy, as in the article",
-    )
     add("--repeats", type=int, default=1, metavar="N", help="judge every report N times and print the spread")
     arguments = parser.parse_args(argv)
     if not (arguments.compare or arguments.run or arguments.articles):
@@ -99,7 +89,7 @@ def resolve(arguments):
     """The System the command line names, with its run's constants assigned. SystemExit when there is none."""
     run = Path(config.RUNS_DIR, arguments.run) if arguments.run else None
     if run:
-        restore(run, arguments.temperature)
+        restore(run)
     if arguments.articles:
         return System(arguments.name or Path(arguments.articles).stem, articles=arguments.articles)
     if arguments.base:
@@ -112,7 +102,7 @@ def resolve(arguments):
     return System(arguments.name or f"{run.name}-{step}", run, path)
 
 
-def restore(run, temperature=0.0):
+def restore(run):
     """Assign the run's constants to config, those that change no result aside, then the benchmark's settings."""
     try:
         then = json.loads((run / "config.json").read_text())["constants"]
@@ -121,7 +111,7 @@ def restore(run, temperature=0.0):
     for name, value in then.items():
         if name in vars(config) and name not in checkpoint.FREE:
             setattr(config, name, tuple(value) if isinstance(value, list) else value)
-    config.SEED, config.TEMPERATURE, config.SEARCH_RESULTS = config.EVAL_SEED, temperature, config.EVAL_SEARCH_RESULTS
+    config.SEED, config.TEMPERATURE, config.SEARCH_RESULTS = config.EVAL_SEED, 0.0, config.EVAL_SEARCH_RESULTS
     config.MAX_TOOL_CALLS = min(config.MAX_TOOL_CALLS, config.EVAL_TOOL_CALLS)
 
 
@@ -137,15 +127,8 @@ def claim_folder(system):
             why = "; ".join(changed) or f"it is of {then}, this is {system.identity}"
             raise SystemExit(f"{folder} holds another evaluation ({why}). Use --name OTHER_NAME")
     else:
-        _write(path, json.dumps({"system": system.identity, "constants": checkpoint.constants()}, indent=1))
+        write_whole(path, json.dumps({"system": system.identity, "constants": checkpoint.constants()}, indent=1))
     return folder
-
-
-def _write(path, text):
-    """The whole file or none of it."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def open_tools():
@@ -164,7 +147,7 @@ async def generate(places, system, server, folder, tools):
     """
     policy = Policy("cuda" if torch.cuda.is_available() else "cpu")
     if system.checkpoint:
-        set_peft_model_state_dict(policy.model, load_file(system.checkpoint / "adapter_model.safetensors"))
+        checkpoint.load_adapter(system.checkpoint, policy)
     version = int(system.checkpoint.name[-6:]) if system.checkpoint else 0
     sampler = VllmSampler(policy, server, folder) if server else InProcessSampler(policy)
     await sampler.publish(version)
@@ -213,14 +196,19 @@ async def score(tasks, reports, scorer, repeats):
     return results
 
 
-def evaluate(arguments, system, folder):
-    """Generate, score, write results.jsonl; returns the results, None when only reports were asked for."""
+def read_inputs(arguments, system):
+    """(every Task of the benchmark, those asked for, reports made elsewhere by id or None); SystemExit for bad ones."""
     paths = [getattr(arguments, n) or race_files.benchmark_path(f) for n, f in race_files.BENCHMARK_FILES.items()]
     every = race_files.load_tasks(*paths)
     tasks = race_files.select(every, language=arguments.lang, ids=arguments.ids, limit=arguments.limit)
+    return every, tasks, race_files.load_articles(system.articles, every) if system.articles else None
+
+
+def evaluate(arguments, system, folder, every, tasks, articles):
+    """Generate, score, write results.jsonl; returns the results, None when only reports were asked for."""
     languages = ", ".join(f"{sum(t.language == x for t in tasks)} {x}" for x in race_files.LANGUAGES)
     print(f"evaluation: {folder}, {len(tasks)} questions ({languages})")
-    reports = race_files.load_articles(system.articles, every) if system.articles else race_files.read_reports(folder)
+    reports = race_files.read_reports(folder) if articles is None else articles
     chosen = {task.id for task in tasks} - reports.keys()
     places = {place: task for place, task in enumerate(every) if task.id in chosen}
     generates = bool(places) and not system.articles and arguments.only != "score"
@@ -239,7 +227,7 @@ def evaluate(arguments, system, folder):
         whose = "ours" if scorer.prompts is OURS else "the benchmark's"
         print(f"judge: {scorer.judge.name}, prompts: {whose}")
         results = asyncio.run(score(tasks, reports, scorer, arguments.repeats))
-    _write(folder / "results.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in results))
+    write_whole(folder / "results.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in results))
     return results
 
 
@@ -261,12 +249,13 @@ def main(argv=None):
     if arguments.compare:
         return compare(arguments.compare)
     system = resolve(arguments)
+    inputs = read_inputs(arguments, system)  # before the folder is made
     folder = claim_folder(system)
     started = time.monotonic()
     LEDGER.clear()
     try:
         with checkpoint.claimed(folder):
-            results = evaluate(arguments, system, folder)
+            results = evaluate(arguments, system, folder, *inputs)
             hours = (time.monotonic() - started) / 3600 if config.SAMPLER == "vllm" and not system.articles else 0.0
             costs = Journal(folder / "costs.jsonl")
             costs.append({"rows": cost_rows(LEDGER.summary(), hours)})
@@ -279,7 +268,7 @@ def main(argv=None):
         return 0 if results is None else 1
     dollars = sum(line["rows"][-1][2] for _, line in read_journal(folder / "costs.jsonl"))
     text = race_table.table(system.name, results, dollars)
-    _write(folder / "table.txt", text + "\n")
+    write_whole(folder / "table.txt", text + "\n")
     print(text)
     return int(bool(race_table.failed(results)))
 

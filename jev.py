@@ -1,11 +1,11 @@
 """Jev (TypeSafe's decision service) as a judge: typed questions about one state, answered with probabilities."""
 
 import json
-import math
 import os
 
 import config
-from judges import Reply, as_dict, blame, checked_url, count, is_loopback
+from judges import Reply, blame, checked_url, count, is_loopback
+from verdicts import as_dict, within
 from wire import CallFailure, Key, Wire
 
 BYTES_PER_TOKEN = 3.5  # of UTF-8; a careful guess, as the tokenizer is not public
@@ -106,7 +106,7 @@ def _verdict(ask, answers):
 
 def _number(answer, field, high):
     value = as_dict(answer).get(field)
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= high:
+    if within(value, 0, high):
         return value
     raise CallFailure("bad_reply", f"Jev's answer has {field} = {value!r}, not a number from 0 to {high}")
 
@@ -114,10 +114,7 @@ def _number(answer, field, high):
 def _probabilities(answer, names):
     """A choice's probabilities: every candidate has one, and the chosen one the highest."""
     probabilities = as_dict(answer.get("probabilities"))
-    sound = set(probabilities) == set(names) and all(
-        isinstance(p, int | float) and not isinstance(p, bool) and math.isfinite(p) and 0 <= p <= 1
-        for p in probabilities.values()
-    )
+    sound = set(probabilities) == set(names) and all(within(p, 0, 1) for p in probabilities.values())
     if not sound or probabilities.get(answer.get("choice"), -1) < max(probabilities.values()):
         raise CallFailure("bad_reply", "Jev's choice and probabilities do not fit the candidates")
     return probabilities

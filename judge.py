@@ -1,29 +1,21 @@
 """One question to the judge, one verdict: back ends, retries, and judge.jsonl, which is also the memory."""
 
 import asyncio
-import hashlib
-import json
 import time
 
 import config
 from asks import Ask, render, render_prompt
 from jev import JevJudge
-from judges import REFUSALS, ChatJudge, Reply
+from judges import REFUSALS, ChatJudge, Reply, persist
 from pace import time_limit
-from records import Journal, read_journal
-from rule import coverage, rule
-from verdicts import VerdictError, parse_scores, parse_verdict, read
-from wire import PASSING, CallFailure
+from records import Journal, digest, read_journal
+from rule import rule
+from verdicts import VerdictError, parse_verdict, read
+from wire import CallFailure
 
-__all__ = ["Ask", "Judge", "JudgeError", "JudgeRefusal", "VerdictError", "coverage", "parse_scores", "parse_verdict",
-           "render_prompt"]  # fmt: skip
-RESULT = {
-    "pick": "winners",
-    "compare": "scores",
-    "items": "grade",
-    "overall": "grade",
-    "turns": "grade",
-}  # field of a decided line
+__all__ = ["Judge", "JudgeError", "JudgeRefusal", "VerdictError", "parse_verdict", "render_prompt"]
+# the field of a decided line, by kind of question
+RESULT = {"pick": "winners", "compare": "scores", "items": "grade", "overall": "grade", "turns": "grade"}
 PLACE = ("step", "question_id", "repeat", "round", "index", "k")  # where a question to the judge stands in a run
 
 
@@ -120,27 +112,20 @@ class Judge:
         return await self._decide(Ask(by, question, tuple(rubrics), (answer,), turns=tuple(turns)), place)
 
     async def _decide(self, ask, place):
-        prompt_hash = hashlib.sha256(json.dumps(self.prompt(ask)).encode()).hexdigest()[:16]
+        prompt_hash = digest(self.prompt(ask))
         kind, field = "match" if ask.kind in ("pick", "compare") else "grade", RESULT[ask.kind]
         line = {"kind": kind, "ask": ask.kind, "judge": self.name, "prompt_hash": prompt_hash, **place}
         if (known := self.decided.get(self._key(line))) is not None:
             self.journal.append({**known, "cached": True})  # the lines after a `group` line are all of its group's
             return _as_tuples(known[field])
-        for attempt in range(1, config.JUDGE_TRIES + 1):
-            verdict, error = await self._ask(ask, line, attempt)
-            if error is None:
-                return verdict
-            if error.kind in REFUSALS:
-                raise JudgeRefusal(f"judge {self.name!r} refuses question {place['question_id']} in step "
-                                   f"{place['step']} ({error.kind}): {error}")  # fmt: skip
-            if error.final:
-                break
-            if attempt < config.JUDGE_TRIES:
-                if error.kind == "connection" and self.revive:
-                    await self.revive()
-                await asyncio.sleep(config.JUDGE_PAUSE * attempt)
+        verdict, error, attempts = await persist(lambda n: self._ask(ask, line, n), config.JUDGE_TRIES, self.revive)
+        if error is None:
+            return verdict
+        if error.kind in REFUSALS:
+            raise JudgeRefusal(f"judge {self.name!r} refuses question {place['question_id']} in step "
+                               f"{place['step']} ({error.kind}): {error}")  # fmt: skip
         raise JudgeError(
-            f"no verdict from judge {self.name!r} in {attempt} attempts (step {place['step']}, question "
+            f"no verdict from judge {self.name!r} in {attempts} attempts (step {place['step']}, question "
             f"{place['question_id']}), the last: {error}. Everything is saved: run the same command to continue"
         )
 
@@ -156,8 +141,7 @@ class Judge:
             except VerdictError as error:
                 failure = error
             except CallFailure as error:
-                failure = VerdictError(error.kind, str(error),
-                                       final=400 <= error.status < 500 and error.status not in PASSING)  # fmt: skip
+                failure = VerdictError(error.kind, str(error), final=error.final)
             except TimeoutError:
                 failure = VerdictError("timeout", f"no reply in {config.JUDGE_TIMEOUT} s")
             seconds = time.perf_counter() - started

@@ -5,6 +5,7 @@ depends on, as JSON) and `async reply(ask)`, which returns a Reply or raises Cal
 "content_filter" blame the content, any other kind the service.
 """
 
+import asyncio
 import ipaddress
 import json
 import re
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import asks
 import config
+from verdicts import as_dict
 from wire import AccountError, CallFailure, Key, Wire, error_said
 
 REFUSALS = ("too_long", "content_filter")  # kinds of failure that asking again cannot mend
@@ -71,9 +73,20 @@ def count(value):
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def as_dict(value):
-    """The value when it is a JSON object, else an empty one."""
-    return value if isinstance(value, dict) else {}
+async def persist(ask, tries, revive=None):
+    """Ask a judge until it decides: (what it decided, None, attempts), or (None, the last error, attempts).
+
+    ask: async, attempt number (from 1) -> (decision, None) or (None, error with `kind` and `final`). A refusal or a
+    final error is the last one. revive: async, awaited before the next attempt when the connection broke.
+    """
+    for attempt in range(1, tries + 1):
+        decided, error = await ask(attempt)
+        if error is None or error.kind in REFUSALS or error.final or attempt == tries:
+            return decided, error, attempt
+        if error.kind == "connection" and revive:
+            await revive()
+        await asyncio.sleep(config.JUDGE_PAUSE * attempt)
+    raise ValueError(f"tries must be at least 1, got {tries}")
 
 
 class ChatJudge:

@@ -12,7 +12,7 @@ from collections import Counter
 
 import config
 from credit import is_degenerate, pad_turn_rewards, turn_count_bias
-from records import Journal, read_journal
+from records import Journal, read_journal, write_whole
 from turn_reward import is_right
 
 CLOSE_SECONDS = 20  # how long the end of a run waits for the tracker
@@ -128,9 +128,7 @@ def drop_uncommitted(folder, step):
     lines = [line for _, line in read_journal(path)]
     if any(line["step"] > step for line in lines):
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(path)
+        write_whole(path, "".join(kept))
 
 
 class Tracker:

@@ -5,11 +5,11 @@ import json
 
 import config
 import race
-from judges import REFUSALS, ChatJudge, Reply
+from judges import ChatJudge, Reply, persist
 from pace import time_limit
-from race import ScoreError
-from records import Journal, read_journal
-from wire import PASSING, CallFailure
+from records import Journal, digest, read_journal
+from verdicts import VerdictError
+from wire import CallFailure
 
 
 class RuleJudge:
@@ -91,7 +91,7 @@ class Scorer:
     async def score(self, task, article, repeat):
         """(scores, model, None), or (None, "", why not in words) after EVAL_TRIES attempts."""
         messages = race.render(task, article, self.prompts)
-        line = {"judge": self.judge.name, "prompt_hash": race.hash_of([messages, task.hash]), "id": task.id,
+        line = {"judge": self.judge.name, "prompt_hash": digest([messages, task.hash]), "id": task.id,
                 "repeat": repeat}  # fmt: skip
         if (known := self.known.get(self._key(line))) is not None:
             return known["scores"], known["model"], None
@@ -99,20 +99,15 @@ class Scorer:
         if characters > config.EVAL_PROMPT_CHARACTERS:
             return None, "", (f"too_long: the judge's prompt has {characters:,} characters, EVAL_PROMPT_CHARACTERS is "
                               f"{config.EVAL_PROMPT_CHARACTERS:,}")  # fmt: skip
-        for attempt in range(1, config.EVAL_TRIES + 1):
-            scores, model, error = await self._attempt(line, attempt, task, article, messages)
-            if scores is not None:
-                return scores, model, None
-            if error.kind in REFUSALS or 400 <= getattr(error, "status", 0) < 500 and error.status not in PASSING:
-                break
-            if attempt < config.EVAL_TRIES:
-                if error.kind == "connection" and self.revive:
-                    await self.revive()
-                await asyncio.sleep(config.JUDGE_PAUSE * attempt)
-        return None, "", f"{error.kind}: {error}"
+
+        def ask(attempt):
+            return self._attempt(line, attempt, task, article, messages)
+
+        decided, error, _ = await persist(ask, config.EVAL_TRIES, self.revive)
+        return (*decided, None) if error is None else (None, "", f"{error.kind}: {error}")
 
     async def _attempt(self, line, attempt, task, article, messages):
-        """One call, journaled whatever comes of it: (scores, model, None) or (None, model, the error)."""
+        """One call, journaled whatever comes of it: ((scores, model), None) or (None, the error)."""
         reply, scores, failure = None, None, None
         async with self.limit:
             if self.stopped:
@@ -121,10 +116,10 @@ class Scorer:
                 async with time_limit(config.JUDGE_TIMEOUT):
                     reply = await self.judge.ask(task, article, messages, self.prompts.numbered)
                 scores = race.read_scores(reply, task.criteria, numbered=self.prompts.numbered)
-            except (ScoreError, CallFailure) as error:
+            except (VerdictError, CallFailure) as error:
                 failure = error
             except TimeoutError:
-                failure = ScoreError("timeout", f"no reply in {config.JUDGE_TIMEOUT} s")
+                failure = VerdictError("timeout", f"no reply in {config.JUDGE_TIMEOUT} s")
             except Exception as error:  # an account, a server: the others stop as well
                 self.stopped = error
                 raise
@@ -134,7 +129,7 @@ class Scorer:
             "finish": reply.finish, "scores": scores, "error": failure and failure.kind,
             "said": failure and str(failure), "input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens,
         })  # fmt: skip
-        return scores, reply.model, failure
+        return (None, failure) if failure else ((scores, reply.model), None)
 
     async def judge_report(self, task, report, repeats):
         """The line of results.jsonl for one report (a dict of eval_race); report None: there is none."""

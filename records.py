@@ -148,6 +148,19 @@ def seed_from(*parts):
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def digest(value):
+    """Sixteen hexadecimal digits that stand for a JSON-able value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def write_whole(path, text):
+    """Write a UTF-8 file whole or not at all: under a temporary name first."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def question_from_row(row):
     """A prepared Parquet row (id, data_source, query, rubrics and, in newer files, answers) as a Question."""
     rubrics = tuple(Rubric(r["title"], r["description"], r["dimension"], r["importance"]) for r in row["rubrics"])

@@ -23,6 +23,10 @@ def rebuild_rewards(lines):
     return {key: rewards for key, rewards in rebuilt.items() if rewards is not None}
 
 
+class Undecided(LookupError):
+    """A log lacks a verdict that its group's scheme asks for."""
+
+
 class LoggedJudge:
     """One group's judge as its log remembers it; has what schemes.play asks for."""
 
@@ -35,34 +39,34 @@ class LoggedJudge:
     def add(self, line):
         """Take one `match` or `grade` line; attempts that failed decide nothing."""
         if line["error"] is None and line["ask"] != "turns":  # marks of turns are credit's, not the scheme's
-            key = line["k"] if line["kind"] == "grade" else _place(line["repeat"], line["round"], line["index"],
-                                                                   line["players"])  # fmt: skip
-            self.verdicts[key] = line
+            match = (line["repeat"], line["round"], line["index"], *line["players"]) if line["kind"] == "match" else ()
+            self.verdicts[match or line["k"]] = line
 
     async def pick(self, match):
-        return [match.players[position] for position in self._line(match)["winners"]]
+        return [match.players[position] for position in self._match(match)["winners"]]
 
     async def compare(self, match):
-        return tuple(self._line(match)["scores"])
+        return tuple(self._match(match)["scores"])
 
     async def grade(self, player, by):
-        return self.verdicts[self.playing[player]["k"]]["grade"]
+        return self._line(self.playing[player]["k"])["grade"]
 
-    def _line(self, match):
-        shown = [self.playing[player]["k"] for player in match.players]
-        return self.verdicts[_place(match.repeat, match.round, match.index, shown)]
+    def _match(self, match):
+        shown = (self.playing[player]["k"] for player in match.players)
+        return self._line((match.repeat, match.round, match.index, *shown))
+
+    def _line(self, place):
+        if place not in self.verdicts:
+            raise Undecided(place)
+        return self.verdicts[place]
 
     async def rewards(self):
         """{k: reward}, None when a verdict is missing."""
         settings = self.group["settings"]
         try:
             _, relative = await play(len(self.playing), self, settings, self.group["seed"])
-        except KeyError:
+        except Undecided:
             return None
         has_answer, formats = ([answer[name] for answer in self.playing] for name in ("has_answer", "format"))
         _, rewards = combine(relative, has_answer, formats, settings)
         return {answer["k"]: reward for answer, reward in zip(self.playing, rewards, strict=True)}
-
-
-def _place(repeat, round_number, index, players):
-    return repeat, round_number, index, tuple(players)

@@ -8,14 +8,13 @@ from functools import cached_property
 import config
 from asks import render_path, render_turns
 from credit import group_advantages
-from format_reward import FormatCheck, check_format
+from format_reward import check_format
 from records import ScoredGroup, seed_from
 from schemes import play, rank_to_quantile
-from tournament import count_matches, normalize_wins, run_tournament
+from tournament import normalize_wins, run_tournament
 from turn_reward import judged_turn_rewards, outcome_reward, turn_rewards
 
-__all__ = ["FormatCheck", "check_format", "combine", "count_matches", "normalize_wins", "rank_to_quantile",
-           "run_tournament", "score_group"]  # fmt: skip
+__all__ = ["check_format", "combine", "normalize_wins", "rank_to_quantile", "run_tournament", "score_group"]
 # what the rewards of a group depend on, kept in its `group` line
 SETTINGS = ("REWARD_SCHEME", "FORMAT_WEIGHT", "MATCH_SIZE", "WINNERS_PER_MATCH", "FINALISTS", "REPEATS", "TIE_REWARD",
             "ORDER", "IMPORTANCE_WEIGHTS", "ADVANTAGE_EPS")  # fmt: skip

@@ -23,7 +23,7 @@ async def play(n, judge, settings, seed):
     (the tournament), from ranks by quantile (ArenaRL), or are the share of matches won (pairwise), of the rubric's
     weight met (explicit, gdpo), or of the scale (implicit); those of exact_match are its three values.
     """
-    scheme, generator, both = settings["REWARD_SCHEME"], random.Random(seed), _both_orders(judge.compare)
+    scheme, generator, both = settings["REWARD_SCHEME"], random.Random(seed), both_orders(judge.compare)
     if scheme == "tournament":
         names = ("match_size", "winners_per_match", "finalists", "repeats")
         standings = await run_tournament(n, judge.pick, seed=seed, **{name: settings[name.upper()] for name in names})
@@ -39,7 +39,7 @@ async def play(n, judge, settings, seed):
         outcomes = judge.outcomes if scheme == "exact_match" else [0.0] * n
         return outcomes, outcomes
     if scheme == "pairwise":
-        standings = await arena.round_robin(n, _as_scores(judge.pick), order="balanced")
+        standings = await arena.round_robin(n, as_scores(judge.pick), order="balanced")
         return standings.raw_scores, [wins / max(1, n - 1) for wins in standings.raw_scores]
     standings = await {
         "round_robin": lambda: arena.round_robin(n, judge.compare, order=settings["ORDER"]),
@@ -51,7 +51,7 @@ async def play(n, judge, settings, seed):
     return standings.raw_scores, rank_to_quantile(standings.ranks)
 
 
-def _both_orders(compare):
+def both_orders(compare):
     """A comparison asked in both orders of presentation, the scores of a player summed."""
 
     async def ask(match):
@@ -62,7 +62,7 @@ def _both_orders(compare):
     return ask
 
 
-def _as_scores(pick):
+def as_scores(pick):
     """A match as two scores: 1 for the winner, 0 for the other."""
 
     async def ask(match):

@@ -3,7 +3,7 @@
 python simulate.py [--groups N] [--seed S] [--figure PNG]
 
 A group is n candidates with hidden quality, standard normal. A judge perceives the quality of an answer plus noise,
-new at every look, and likes the first shown a little better. The schemes are the real ones (reward.run_tournament,
+new at every look, and likes the first shown a little better. The schemes are the real ones (tournament.run_tournament,
 arena.*), each with the judge it is published with:
   tournament, pairwise   one call a match, in one order: who is better
   ArenaRL's topologies   both orders a match, whole scores around 5 (0..10), summed
@@ -24,7 +24,8 @@ import arena
 import config
 from credit import group_advantages
 from records import seed_from
-from reward import normalize_wins, rank_to_quantile, run_tournament
+from schemes import as_scores, both_orders, rank_to_quantile
+from tournament import normalize_wins, run_tournament
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -58,23 +59,15 @@ class NoisyJudge:
         first, second = match.players
         return (first,) if self.margin(first, second) > 0 else (second,)
 
-    async def verdict(self, match):
-        return (1.0, 0.0) if self.margin(*match.players) > 0 else (0.0, 1.0)
-
-    async def both_orders(self, match):
-        first, second = match.players
-        there, back = _scores(self.margin(first, second)), _scores(self.margin(second, first))
-        return there[0] + back[1], there[1] + back[0]
+    async def compare(self, match):
+        margin = SCORE_POINTS * self.margin(*match.players)
+        return _whole(5 + margin, 0, 10), _whole(5 - margin, 0, 10)
 
     def points(self, candidate, band):
         """One call on one answer: half the variance of a margin, squeezed into the band, as a whole score."""
         self.calls += 1
         perceived = self.quality[candidate] + self.generator.gauss(0, NOISE / math.sqrt(2))
         return _whole(CENTRE + band * perceived + self.generator.gauss(0, POINT_NOISE), 1, 10)
-
-
-def _scores(margin):
-    return _whole(5 + SCORE_POINTS * margin, 0, 10), _whole(5 - SCORE_POINTS * margin, 0, 10)
 
 
 def _whole(value, low, high):
@@ -93,14 +86,14 @@ def _tournament(repeats):
 def _topology(topology, randomised=False, **setting):
     async def play(n, judge):
         drawn = {"generator": random.Random(judge.generator.getrandbits(32))} if randomised else {}
-        standings = await topology(n, judge.both_orders, **drawn, **setting)
+        standings = await topology(n, both_orders(judge.compare), **drawn, **setting)
         return rank_to_quantile(standings.ranks), _depth(standings)
 
     return play
 
 
 async def _pairwise(n, judge):
-    standings = await arena.round_robin(n, judge.verdict, order="balanced")
+    standings = await arena.round_robin(n, as_scores(judge.pick), order="balanced")
     return [points / (n - 1) for points in standings.raw_scores], _depth(standings)
 
 

@@ -35,9 +35,11 @@ from sampler import InProcessSampler
 from schemes import check_questions, count_calls
 from server import ServerError
 from tools import Tools
-from update import Batch, build_batch, micro_batches, update
+from update import Batch, build_batch, update
 from vllm_sampler import VllmSampler, start_server
 from wire import AccountError
+
+__all__ = ["Run", "build_batch", "kl_penalty", "main", "ppo_objective", "take", "update"]
 
 
 def take(questions, step):
@@ -48,9 +50,6 @@ def take(questions, step):
     random.Random(seed_from(config.SEED, epoch, "epoch")).shuffle(order)
     start = place * config.QUESTIONS_PER_STEP
     return [questions[i] for i in order[start : start + config.QUESTIONS_PER_STEP]]
-
-
-__all__ = ["build_batch", "kl_penalty", "main", "micro_batches", "ppo_objective", "take", "update"]
 
 
 class Run:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 import config
-from credit import group_advantages, pad_turn_rewards, place_turn_rewards, spread_turns, turn_advantages
+from credit import pad_turn_rewards, place_turn_rewards, spread_turns, turn_advantages
 from loss import clip_counts, kl_penalty, ppo_objective, sequence_logprobs
 from records import seed_from
 
@@ -67,17 +67,17 @@ def build_batch(groups, step):
 
 
 def _turn_advantages(group, step):
-    """(K, U) advantages of a group's turns; with CREDIT "outcome" all turns of a trajectory have the same."""
+    """(K, U) advantages of a group's turns; None where a critic gives them."""
     if config.CREDIT == "mt_ppo":
         return None
-    if config.CREDIT != "outcome":
-        paths = [trajectory.path for trajectory in group.trajectories]
-        return turn_advantages(pad_turn_rewards(group.turn_rewards), group.rewards, paths)
-    advantages = group_advantages(group.rewards, config.ADVANTAGE_EPS).tolist()
+    # credit by outcome alone needs no turn rewards: any will do, of every trajectory's number of turns
+    rewards = group.turn_rewards or [(0.0,) * max(t.turn_index, default=0) for t in group.trajectories]
+    table = turn_advantages(pad_turn_rewards(rewards), group.rewards, [t.path for t in group.trajectories])
     if config.PERMUTE_ADVANTAGES:
-        random.Random(seed_from(config.SEED, step, group.question.id, "permute")).shuffle(advantages)
-    turns = max(max(t.turn_index, default=0) for t in group.trajectories) + 1
-    return torch.tensor(advantages)[:, None].expand(-1, turns)
+        shuffled = table[:, 0].tolist()
+        random.Random(seed_from(config.SEED, step, group.question.id, "permute")).shuffle(shuffled)
+        table = torch.tensor(shuffled)[:, None].expand_as(table)
+    return table
 
 
 def _row(trajectory):

@@ -19,14 +19,19 @@ def read(ask, reply):
 
     Raises VerdictError, also when the reply was cut, filtered, or written by another model.
     """
-    if reply.finish in ("length", "content_filter", "foreign_model"):
-        words = f"model {reply.model!r} answered" if reply.finish == "foreign_model" else f"{reply.raw[:80]!r}"
-        raise VerdictError(reply.finish, f"the reply ended by {reply.finish}: {words}")
+    check_finish(reply)
     if ask.kind == "pick":
         return parse_verdict(reply.raw, len(ask.answers), ask.num_winners)
     readers = {"compare": _scores, "items": lambda value: _items(value, len(ask.rubrics)), "overall": _overall,
                "turns": lambda value: _marks(value, len(ask.turns))}  # fmt: skip
     return _only(reply.raw, readers[ask.kind])
+
+
+def check_finish(reply):
+    """Raise VerdictError for a reply that was cut, filtered, or written by another model."""
+    if reply.finish in ("length", "content_filter", "foreign_model"):
+        words = f"model {reply.model!r} answered" if reply.finish == "foreign_model" else f"{reply.raw[:80]!r}"
+        raise VerdictError(reply.finish, f"the reply ended by {reply.finish}: {words}")
 
 
 def parse_scores(raw):
@@ -46,33 +51,39 @@ def _only(raw, reader):
     return found.pop()
 
 
-def _within(value, low, high):
+def as_dict(value):
+    """The value when it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def within(value, low, high):
+    """True for a JSON number from low to high; a boolean is none, and NaN is nowhere."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _scores(value):
-    scores = value.get("combined_scores") if isinstance(value, dict) else None
-    pair = (scores.get("Agent_A"), scores.get("Agent_B")) if isinstance(scores, dict) else (None, None)
-    return tuple(map(float, pair)) if all(_within(score, 0, 10) for score in pair) else None
+    scores = as_dict(as_dict(value).get("combined_scores"))
+    pair = scores.get("Agent_A"), scores.get("Agent_B")
+    return tuple(map(float, pair)) if all(within(score, 0, 10) for score in pair) else None
 
 
 def _items(value, count):
-    met = value.get("items") if isinstance(value, dict) else None
+    met = as_dict(value).get("items")
     sound = isinstance(met, list) and len(met) == count and all(type(item) is int and item in (0, 1) for item in met)
     return tuple(met) if sound else None
 
 
 def _marks(value, count):
-    turns = value.get("turns") if isinstance(value, dict) else None
-    if not isinstance(turns, list) or len(turns) != count or not all(isinstance(turn, dict) for turn in turns):
+    turns = as_dict(value).get("turns")
+    if not isinstance(turns, list) or len(turns) != count:
         return None
-    marks = tuple(tuple(turn.get(name) for name in MARKS) for turn in turns)
-    return marks if all(_within(mark, 0, 10) for turn in marks for mark in turn) else None
+    marks = tuple(tuple(as_dict(turn).get(name) for name in MARKS) for turn in turns)
+    return marks if all(within(mark, 0, 10) for turn in marks for mark in turn) else None
 
 
 def _overall(value):
-    score = value.get("score") if isinstance(value, dict) else None
-    return float(score) if _within(score, 1, 10) else None
+    score = as_dict(value).get("score")
+    return float(score) if within(score, 1, 10) else None
 
 
 def parse_verdict(raw, num_candidates, num_winners):

@@ -44,6 +44,11 @@ class CallFailure(Exception):
         super().__init__(message)
         self.kind, self.status, self.body, self.passing, self.wait = kind, status, body, passing, wait
 
+    @property
+    def final(self):
+        """True when the server faults the request itself, so that asking again cannot help."""
+        return 400 <= self.status < 500 and self.status not in PASSING
+
 
 class AccountError(RuntimeError):
     """A key is missing or refused, or a balance or quota is spent: the run stops, the message names the remedy.

@@ -1,7 +1,6 @@
 """What a policy does when it is sampled on the demo's questions: the rates that a run starts from."""
 
 import asyncio
-import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -15,6 +14,7 @@ import turn_reward
 from policy import Policy
 from prepare_data import load_questions
 from rollout import Rollout
+from rule import coverage
 from sampler import InProcessSampler
 
 ATTEMPTS = 96  # sampled transcripts per file of questions
@@ -48,13 +48,13 @@ def rates(questions, trajectories):
     """What sampled trajectories amount to, as {name: value}; an exact match counts in a broken format, too."""
     checks = [format_reward.check_format(trajectory.transcript) for trajectory in trajectories]
     lengths = [len(trajectory.prompt_ids) + len(trajectory.token_ids) for trajectory in trajectories]
-    coverage = [covered(q, c.answer) for q, c in zip(questions, checks, strict=True) if c.answer]
+    covered = [coverage(c.answer, q.rubrics) for q, c in zip(questions, checks, strict=True) if c.answer]
     searches = [sum(turn.call is not None for turn in trajectory.turns) for trajectory in trajectories]
     found = {
         "trajectories": len(checks),
-        "with an answer": round(len(coverage) / len(checks), 3),
+        "with an answer": round(len(covered) / len(checks), 3),
         "in valid format": round(sum(c.reward for c in checks) / len(checks), 3),
-        "facts an answer covers": round(sum(coverage) / max(1, len(coverage)), 3),
+        "facts an answer covers": round(sum(covered) / max(1, len(covered)), 3),
         "with a search": round(sum(map(bool, searches)) / len(checks), 3),
         "searches": round(sum(searches) / len(checks), 2),
         "finishes": dict(Counter(trajectory.finish for trajectory in trajectories)),
@@ -69,9 +69,3 @@ def rates(questions, trajectories):
             "and valid format": round(sum(sound) / len(sound), 3),
         }
     return found
-
-
-def covered(question, answer):
-    """Share of the rubric's quoted facts that the answer states."""
-    facts = [re.search('"(.*)"', item.description)[1] for item in question.rubrics]
-    return sum(fact.lower() in answer.lower() for fact in facts) / len(facts)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import config
 from asks import Ask
-from judge import Judge, JudgeError, VerdictError, coverage, parse_verdict, render_prompt
+from judge import Judge, JudgeError, VerdictError, parse_verdict, render_prompt
 from judges import Reply
 from records import JournalError, Rubric, read_journal
-from rule import rule
+from rule import coverage, rule
 
 PLACE = {"step": 1, "question_id": "q1", "repeat": 0, "round": 0, "index": 0, "players": [4, 2]}
 

@@ -18,7 +18,7 @@ import race
 import race_files
 import race_table
 from judges import Reply
-from race import ScoreError
+from verdicts import VerdictError
 
 SCORE = st.floats(0.1, 10)
 
@@ -28,7 +28,7 @@ def read(raw, criteria=None, numbered=True, finish="stop"):
 
 
 def kind_of(raw, **how):
-    with pytest.raises(ScoreError) as caught:
+    with pytest.raises(VerdictError) as caught:
         read(raw, **how)
     return caught.value.kind
 
@@ -51,7 +51,7 @@ def outcome(outputs, criteria, expected, tries):
     for output in (outputs + outputs[-1:] * tries)[:tries]:
         try:
             got = None if isinstance(output, dict) else race.read_scores(Reply(output), criteria, numbered=False)
-        except ScoreError as error:
+        except VerdictError as error:
             why = error.kind
         if got:
             break

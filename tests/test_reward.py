@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import config
 from bench import sequential_tournament
 from records import Question, Rubric
-from reward import count_matches, normalize_wins, run_tournament, score_group
+from reward import normalize_wins, run_tournament, score_group
+from tournament import count_matches
 
 PLAN = {"match_size": 2, "winners_per_match": 1, "finalists": 1, "repeats": 4, "seed": 0}
 

@@ -157,7 +157,7 @@ def test_golden_arena_judge():
             async def compare(match, calls=calls):
                 return tuple(calls[match.players])
 
-            ours = asyncio.run(schemes._both_orders(compare)(Match(0, 0, 0, (0, 1), 1)))
+            ours = asyncio.run(schemes.both_orders(compare)(Match(0, 0, 0, (0, 1), 1)))
             assert ours == (row["expected"]["prediction"], row["expected"]["reference"])
             kinds["both orders"] += 1
             continue

@@ -7,6 +7,7 @@ from scipy.stats import norm
 
 import simulate
 from records import Match
+from schemes import as_scores, both_orders
 from simulate import SCHEMES, NoisyJudge, compare_topologies, interval, play_groups
 
 CALLS = {  # (judge calls, depth) per scheme at n = 8
@@ -63,9 +64,9 @@ def test_both_orders_cancel_the_bias_and_cost_two_calls(monkeypatch):
     judge.generator = type("Quiet", (), {"gauss": staticmethod(lambda mean, std: mean)})
     match = Match(0, 0, 0, (1, 0), 1)
     assert asyncio.run(judge.pick(match)) == (1,)  # equal answers: the first shown
-    assert asyncio.run(judge.verdict(match)) == (1.0, 0.0)
+    assert asyncio.run(as_scores(judge.pick)(match)) == (1.0, 0.0)
     assert judge.calls == 2
-    first, second = asyncio.run(judge.both_orders(match))
+    first, second = asyncio.run(both_orders(judge.compare)(match))
     assert first == second and judge.calls == 4
 
 
